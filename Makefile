@@ -1,0 +1,36 @@
+# Every target builds .venv by itself when it is missing or older than what it is made from.
+.DELETE_ON_ERROR:
+.PHONY: help test check format bench clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+help: ## show this help
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+test: $(READY) ## run all tests and the examples in the docstrings
+	$(BIN)/pytest
+
+check: $(READY) ## formatting, lint and types, changing nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY) ## format the code and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY) ## measure speed and memory, results go to benchmarks/results
+	$(BIN)/python -m benchmarks
+
+clean: ## remove the environment and all caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+
+# torch is pinned and installed from constraints.txt: a looser version brings gigabytes of CUDA to machines without it.
+$(READY): pyproject.toml constraints.txt Makefile
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

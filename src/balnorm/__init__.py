@@ -1,0 +1,33 @@
+"""Balanced normalisation of weights (BalNorm) for PyTorch.
+
+>>> import torch
+>>> from balnorm import BalNormConv2d
+>>> layer = BalNormConv2d(3, 16, kernel_size=3, padding=1)  # in the place of Conv2d and BatchNorm2d
+>>> layer(torch.rand(8, 3, 32, 32)).shape
+torch.Size([8, 16, 32, 32])
+"""
+
+from balnorm.layers import (
+    BalNormConv1d,
+    BalNormConv2d,
+    BalNormConv3d,
+    BalNormConvTranspose1d,
+    BalNormConvTranspose2d,
+    BalNormConvTranspose3d,
+    BalNormLayer,
+    BalNormLinear,
+)
+
+__all__ = [
+    "BalNormConv1d",
+    "BalNormConv2d",
+    "BalNormConv3d",
+    "BalNormConvTranspose1d",
+    "BalNormConvTranspose2d",
+    "BalNormConvTranspose3d",
+    "BalNormLayer",
+    "BalNormLinear",
+    "__version__",
+]
+
+__version__ = "0.1.0"

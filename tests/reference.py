@@ -1,0 +1,188 @@
+"""The paper's equations, slowly: float64, plain loops over channels and taps, nothing taken from the package.
+
+`paper_weight` is the paper's "Full case" and "Single pass formulation" to the letter (with n+ a count of positive
+weights: the s_d in its definition is a misprint). `position_weight` is the same two constraints for sums that are
+counted tap by tap. All of it is made of differentiable torch scalars, so that training steps can be compared too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+
+def output_size(size, kernel, stride, padding, dilation, transposed=False, output_padding=None):
+    """Output size of each axis; padding is (before, after) for each."""
+    result = []
+    for a in range(len(size)):
+        if transposed:
+            result.append(
+                (size[a] - 1) * stride[a] - sum(padding[a]) + dilation[a] * (kernel[a] - 1) + output_padding[a] + 1
+            )
+        else:
+            # count the positions at which the dilated kernel fits into the padded input
+            fits = [
+                o
+                for o in range(0, size[a] + sum(padding[a]), stride[a])
+                if o + dilation[a] * (kernel[a] - 1) < size[a] + sum(padding[a])
+            ]
+            result.append(len(fits))
+    return result
+
+
+def pad(x, padding, mode):
+    """Pad each spatial axis by (before, after), element by element."""
+    for axis, (before, after) in enumerate(padding, start=2):
+        n = x.shape[axis]
+        slices = []
+        for i in range(-before, n + after):
+            if 0 <= i < n:
+                slices.append(x.select(axis, i))
+            elif mode == "zeros":
+                slices.append(torch.zeros_like(x.select(axis, 0)))
+            elif mode == "circular":
+                slices.append(x.select(axis, i % n))
+            elif mode == "replicate":
+                slices.append(x.select(axis, min(max(i, 0), n - 1)))
+            elif mode == "reflect":
+                slices.append(x.select(axis, -i if i < 0 else 2 * (n - 1) - i))
+        x = torch.stack(slices, axis)
+    return x
+
+
+def meetings(x, kernel, stride, padding, dilation, mode="zeros", transposed=False, output_padding=None):
+    """For each tap: the inputs that it multiplies, laid out as the output (N, C, *out), with zeros where it meets none."""
+    size = x.shape[2:]
+    out = output_size(size, kernel, stride, padding, dilation, transposed, output_padding)
+    if not transposed:
+        x = pad(x, padding, mode)
+    met = {}
+    for tap in itertools.product(*(range(k) for k in kernel)):
+        view = x
+        for a in range(len(size)):
+            axis = a + 2
+            if transposed:
+                rows = []
+                for o in range(out[a]):
+                    i, rest = divmod(o + padding[a][0] - tap[a] * dilation[a], stride[a])
+                    inside = rest == 0 and 0 <= i < size[a]
+                    rows.append(view.select(axis, i) if inside else torch.zeros_like(view.select(axis, 0)))
+                view = torch.stack(rows, axis)
+            else:
+                view = torch.stack(
+                    [view.select(axis, o * stride[a] + tap[a] * dilation[a]) for o in range(out[a])], axis
+                )
+        met[tap] = view
+    return met, out
+
+
+def paper_weight(w, v, r, one_pass):
+    """The paper's updates for w (D, C, *kernel), v a list of the C input sums."""
+    outputs, inputs = w.shape[:2]
+    taps = list(itertools.product(*(range(k) for k in w.shape[2:])))
+    rows = []
+    for d in range(outputs):
+        v_sum = sum(v)
+        b = -sum(v[c] * sum(w[(d, c, *t)] for t in taps) for c in range(inputs)) / (len(taps) * v_sum)
+        if one_pass:
+            w_plus = [sum(w[(d, c, *t)] for t in taps if w[(d, c, *t)] > 0) for c in range(inputs)]
+            n_plus = [sum(1 for t in taps if w[(d, c, *t)] > 0) for c in range(inputs)]
+            s = r / sum(v[c] * (w_plus[c] + b * n_plus[c]) for c in range(inputs))
+        else:
+            w_plus = [sum(w[(d, c, *t)] + b for t in taps if w[(d, c, *t)] + b > 0) for c in range(inputs)]
+            s = r / sum(v[c] * w_plus[c] for c in range(inputs))
+        rows.append(torch.stack([torch.stack([s * (w[(d, c, *t)] + b) for t in taps]) for c in range(inputs)]))
+    return torch.stack(rows).reshape(w.shape)
+
+
+def position_weight(w, m, one_pass):
+    """The same two constraints where each tap has a mass of its own: m[c, tap] is what it meets per output element."""
+    outputs, inputs = w.shape[:2]
+    taps = list(itertools.product(*(range(k) for k in w.shape[2:])))
+    where = [(c, *t) for c in range(inputs) for t in taps]
+    rows = []
+    for d in range(outputs):
+        b = -sum(m[i] * w[(d, *i)] for i in where) / sum(m[i] for i in where)
+        shifted = {i: w[(d, *i)] + b for i in where}
+        positive = [i for i in where if (w[(d, *i)] if one_pass else shifted[i]) > 0]
+        s = 1 / sum(m[i] * shifted[i] for i in positive)
+        rows.append(torch.stack([s * shifted[i] for i in where]))
+    return torch.stack(rows).reshape(w.shape)
+
+
+def balanced_conv(
+    x,
+    w,
+    bias=None,
+    gain=None,
+    *,
+    stride,
+    padding,
+    dilation,
+    groups=1,
+    mode="zeros",
+    transposed=False,
+    output_padding=None,
+    mass="channel",
+    one_pass=True,
+    fraction=1.0,
+    signed=False,
+):
+    """Output, effective weight and mass of a balanced convolution. Geometry as one number (or pair) for each axis.
+
+    x is (N, C, *in), w is (D, C / groups, *kernel), or (C, D / groups, *kernel) if transposed.
+    """
+    kernel = w.shape[2:]
+    met, out = meetings(x, kernel, stride, padding, dilation, mode, transposed, output_padding)
+    counted = x[: max(1, round(fraction * x.shape[0]))]
+    counted = counted.abs() if signed else counted
+    met_counted, _ = meetings(counted, kernel, stride, padding, dilation, mode, transposed, output_padding)
+    elements = counted.shape[0] * math.prod(out)
+
+    in_per_group = x.shape[1] // groups
+    outputs = w.shape[1] * groups if transposed else w.shape[0]
+    out_per_group = outputs // groups
+    planes, weights, masses = [], [], []
+    for g in range(groups):
+        cs = range(g * in_per_group, (g + 1) * in_per_group)
+        if transposed:
+            w_group = w[g * in_per_group : (g + 1) * in_per_group].transpose(0, 1)
+        else:
+            w_group = w[g * out_per_group : (g + 1) * out_per_group]
+        if mass == "channel":
+            v = [counted[:, c].sum() for c in cs]
+            r = elements * (1 if transposed else math.prod(stride))
+            effective = paper_weight(w_group, v, r, one_pass)
+            masses.extend((v_c / r).reshape((1,) * len(kernel)) for v_c in v)
+        else:
+            m = {(i, *tap): met_counted[tap][:, c].sum() / elements for i, c in enumerate(cs) for tap in met}
+            effective = position_weight(w_group, m, one_pass)
+            masses.extend(
+                torch.stack([m[(i, *tap)] for tap in met]).reshape(tuple(kernel)) for i in range(in_per_group)
+            )
+        if gain is not None:
+            g_gain = gain[g * out_per_group : (g + 1) * out_per_group]
+            effective = torch.stack([g_gain[d] * effective[d] for d in range(out_per_group)])
+        for d in range(out_per_group):
+            plane = sum(effective[(d, i, *tap)] * met[tap][:, c] for i, c in enumerate(cs) for tap in met)
+            planes.append(plane if bias is None else plane + bias[g * out_per_group + d])
+        weights.append(effective.transpose(0, 1) if transposed else effective)
+    return torch.stack(planes, 1), torch.cat(weights), torch.stack(masses)[None]
+
+
+def balanced_linear(x, w, bias=None, gain=None, **options):
+    """A balanced linear layer: a convolution with one tap on one pixel."""
+    geometry = {"stride": [1], "padding": [(0, 0)], "dilation": [1]}
+    y, weight, m = balanced_conv(x[..., None], w[..., None], bias, gain, **geometry, **options)
+    return y[..., 0], weight[..., 0], m[..., 0]
+
+
+def running_mass(masses, momentum):
+    """The moving average of a list of masses: (1 - a) * running + a * mass, a = max(momentum, 1 / n)."""
+    running = torch.ones_like(masses[0])
+    for n, m in enumerate(masses, start=1):
+        a = 1 / n if momentum is None else max(momentum, 1 / n)
+        running = (1 - a) * running + a * m
+    return running

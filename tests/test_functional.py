@@ -1,0 +1,253 @@
+"""The maths against the slow reference, over geometries, and over many training steps."""
+
+import itertools
+
+import pytest
+import reference
+import torch
+from cases import MASS_AND_PASS
+from torch import nn
+
+import balnorm.functional as BF
+from balnorm import BalNormConv2d, BalNormLinear
+from balnorm.init import balanced_normal_
+
+CONV_GEOMETRIES = [
+    # kernel, stride, padding, dilation, groups, padding_mode
+    ((3,), (1,), (1,), (1,), 1, "zeros"),
+    ((4,), (3,), (2,), (2,), 2, "zeros"),
+    ((1, 1), (1, 1), (0, 0), (1, 1), 1, "zeros"),
+    ((3, 3), (1, 1), (1, 1), (1, 1), 1, "zeros"),
+    ((3, 3), (2, 2), (1, 1), (1, 1), 1, "zeros"),
+    ((3, 3), (2, 2), (0, 0), (1, 1), 4, "zeros"),
+    ((5, 2), (1, 3), (2, 0), (1, 2), 2, "zeros"),
+    ((3, 3), (1, 1), (3, 4), (2, 2), 1, "zeros"),
+    ((3, 3), (4, 4), (0, 1), (1, 1), 1, "zeros"),
+    ((3, 3), (1, 1), (1, 1), (1, 1), 1, "circular"),
+    ((3, 3), (2, 1), (2, 1), (1, 1), 2, "reflect"),
+    ((3, 2), (1, 2), (1, 2), (2, 1), 1, "replicate"),
+    ((2, 3, 1), (1, 2, 1), (1, 1, 0), (2, 1, 1), 2, "zeros"),
+]
+TRANSPOSED_GEOMETRIES = [
+    # kernel, stride, padding, dilation, groups, output_padding
+    ((3,), (2,), (1,), (1,), 1, (1,)),
+    ((3, 3), (1, 1), (0, 0), (1, 1), 1, (0, 0)),
+    ((4, 4), (2, 2), (1, 1), (1, 1), 2, (0, 0)),
+    ((3, 2), (3, 2), (2, 1), (2, 1), 4, (2, 0)),
+    ((3, 3), (1, 1), (3, 2), (2, 2), 1, (0, 0)),
+    ((2, 2, 3), (2, 1, 2), (0, 0, 1), (1, 1, 1), 2, (0, 0, 1)),
+]
+OPTIONS = [
+    {"mass": mass, "one_pass": one_pass, "stats_fraction": fraction, "signed_input": signed}
+    for mass, one_pass, (fraction, signed) in itertools.product(
+        ("channel", "position"), (True, False), ((1.0, False), (0.4, False), (1.0, True))
+    )
+]
+
+
+def tensors(kernel, groups, transposed, signed, inputs=4, outputs=8):
+    shape = (3, inputs, *(6, 7, 4)[: len(kernel)])
+    x = torch.randn(shape, dtype=torch.float64) if signed else torch.rand(shape, dtype=torch.float64)
+    weight = (inputs, outputs // groups) if transposed else (outputs, inputs // groups)
+    w = balanced_normal_(torch.empty(*weight, *kernel, dtype=torch.float64), groups, transposed)
+    return x, w, torch.randn(outputs, dtype=torch.float64), torch.rand(outputs, dtype=torch.float64) + 0.5
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("geometry", CONV_GEOMETRIES, ids=str)
+def test_convolution_is_the_reference(geometry, options):
+    kernel, stride, padding, dilation, groups, mode = geometry
+    x, w, bias, gain = tensors(kernel, groups, False, options["signed_input"])
+    counter = torch.zeros((), dtype=torch.long)
+    expected, expected_weight, expected_mass = reference.balanced_conv(
+        x,
+        w,
+        bias,
+        gain,
+        stride=stride,
+        padding=[(p, p) for p in padding],
+        dilation=dilation,
+        groups=groups,
+        mode=mode,
+        mass=options["mass"],
+        one_pass=options["one_pass"],
+        fraction=options["stats_fraction"],
+        signed=options["signed_input"],
+    )
+    running = torch.ones_like(expected_mass)
+    y = BF.bal_conv(
+        x,
+        w,
+        bias,
+        gain,
+        stride,
+        padding,
+        dilation,
+        groups,
+        padding_mode=mode,
+        running_mass=running,
+        num_batches_tracked=counter,
+        **options,
+    )
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(running, expected_mass)
+    assert counter == 1
+    weight = BF.balance(w, running, gain, options["one_pass"], groups)
+    torch.testing.assert_close(weight, expected_weight)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("geometry", TRANSPOSED_GEOMETRIES, ids=str)
+def test_transposed_convolution_is_the_reference(geometry, options):
+    kernel, stride, padding, dilation, groups, output_padding = geometry
+    x, w, bias, gain = tensors(kernel, groups, True, options["signed_input"])
+    expected, expected_weight, expected_mass = reference.balanced_conv(
+        x,
+        w,
+        bias,
+        gain,
+        stride=stride,
+        padding=[(p, p) for p in padding],
+        dilation=dilation,
+        groups=groups,
+        transposed=True,
+        output_padding=output_padding,
+        mass=options["mass"],
+        one_pass=options["one_pass"],
+        fraction=options["stats_fraction"],
+        signed=options["signed_input"],
+    )
+    y = BF.bal_conv_transpose(x, w, bias, gain, stride, padding, output_padding, groups, dilation, **options)
+    torch.testing.assert_close(y, expected)
+    weight = BF.balance(w, expected_mass, gain, options["one_pass"], groups, transposed=True)
+    torch.testing.assert_close(weight, expected_weight)
+
+
+@pytest.mark.parametrize("padding", ["same", "valid"])
+@pytest.mark.parametrize("mode", ["zeros", "circular"])
+@pytest.mark.parametrize("mass", BF.MASSES)
+def test_padding_by_name_is_the_reference(padding, mode, mass):
+    x, w, bias, gain = tensors((3, 3), 1, False, False)
+    sides = {"same": [(2, 2), (1, 1)], "valid": [(0, 0), (0, 0)]}[padding]
+    expected, _, _ = reference.balanced_conv(
+        x, w, bias, gain, stride=(1, 1), padding=sides, dilation=(2, 1), mode=mode, mass=mass
+    )
+    y = BF.bal_conv2d(x, w, bias, gain, 1, padding, (2, 1), padding_mode=mode, mass=mass)
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("mode", ["zeros", "circular", "reflect"])
+@pytest.mark.parametrize("mass", BF.MASSES)
+def test_same_padding_of_an_even_kernel_is_one_sided(mode, mass):
+    x, w, bias, gain = tensors((4, 2), 1, False, False)
+    expected, _, _ = reference.balanced_conv(
+        x, w, bias, gain, stride=(1, 1), padding=[(1, 2), (0, 1)], dilation=(1, 1), mode=mode, mass=mass
+    )
+    torch.testing.assert_close(BF.bal_conv2d(x, w, bias, gain, 1, "same", padding_mode=mode, mass=mass), expected)
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_linear_is_the_reference(one_pass):
+    x, w = torch.rand(6, 5).double(), torch.randn(4, 5).double()
+    bias, gain = torch.randn(4).double(), torch.rand(4).double()
+    expected, _, _ = reference.balanced_linear(x, w, bias, gain, one_pass=one_pass)
+    torch.testing.assert_close(BF.bal_linear(x, w, bias, gain, one_pass=one_pass), expected)
+
+
+@pytest.mark.parametrize("mass", BF.MASSES)
+def test_input_mass_is_the_reference(mass):
+    x = torch.rand(3, 2, 6, 5).double()
+    options = {"stride": (2, 1), "dilation": (1, 2)}
+    w = torch.randn(1, 2, 3, 2).double()
+    _, _, expected = reference.balanced_conv(x, w, padding=[(1, 1), (0, 0)], mass=mass, **options)
+    torch.testing.assert_close(BF.input_mass(x, (3, 2), padding=(1, 0), mass=mass, **options), expected)
+
+
+@pytest.mark.parametrize("momentum", [0.3, 0.0, 1.0, None])
+def test_running_mass_is_the_reference(momentum):
+    layer = BalNormConv2d(3, 4, 3, padding=1, stride=2, mass="position", momentum=momentum, dtype=torch.float64)
+    masses = []
+    for _ in range(7):
+        x = torch.rand(2, 3, 8, 8).double()
+        layer(x)
+        masses.append(BF.input_mass(x, 3, 2, 1, mass="position"))
+        torch.testing.assert_close(layer.running_mass, reference.running_mass(masses, momentum))
+    assert layer.num_batches_tracked == 7
+
+
+def test_running_mass_without_a_counter_uses_the_momentum():
+    running = torch.ones(2)
+    BF.update_running_mass(running, None, torch.tensor([3.0, 5.0]), 0.25)
+    torch.testing.assert_close(running, torch.tensor([1.5, 2.0]))
+    with pytest.raises(ValueError, match="momentum=None needs num_batches_tracked"):
+        BF.update_running_mass(running, None, torch.ones(2), None)
+
+
+@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+def test_a_hundred_training_steps_are_the_reference(mass, one_pass):
+    """The same gradients, step after step: weights, gains, biases and running statistics stay together."""
+    options = {"mass": mass, "one_pass": one_pass, "dtype": torch.float64}
+    network = nn.ModuleList(
+        [
+            BalNormConv2d(2, 4, 3, stride=2, padding=1, **options),
+            BalNormConv2d(4, 4, 2, groups=2, **options),
+            BalNormLinear(4, 3, one_pass=one_pass, dtype=torch.float64),
+        ]
+    )
+    copies = [{name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()} for layer in network]
+    fast = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    slow = torch.optim.SGD([p for copy in copies for p in copy.values()], lr=0.05, momentum=0.9)
+    masses = [[], [], []]
+
+    def slow_forward(x):
+        geometry = {"stride": (2, 2), "padding": [(1, 1)] * 2, "dilation": (1, 1)}
+        x, _, m0 = reference.balanced_conv(x, **_args(copies[0]), **geometry, mass=mass, one_pass=one_pass)
+        geometry = {"stride": (1, 1), "padding": [(0, 0)] * 2, "dilation": (1, 1), "groups": 2}
+        x, _, m1 = reference.balanced_conv(x.relu(), **_args(copies[1]), **geometry, mass=mass, one_pass=one_pass)
+        x, _, m2 = reference.balanced_linear(x.relu().mean((2, 3)), **_args(copies[2]), one_pass=one_pass)
+        for history, m in zip(masses, (m0, m1, m2), strict=True):
+            history.append(m.detach())
+        return x
+
+    def fast_forward(x):
+        x = network[1](network[0](x).relu()).relu()
+        return network[2](x.mean((2, 3)))
+
+    for _ in range(100):
+        x, target = torch.rand(3, 2, 5, 5).double(), torch.randint(0, 3, (3,))
+        losses = []
+        for forward, optimizer in ((fast_forward, fast), (slow_forward, slow)):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(forward(x), target)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-7)
+    for layer, copy, history in zip(network, copies, masses, strict=True):
+        for name, parameter in layer.named_parameters():
+            torch.testing.assert_close(parameter, copy[name], rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(layer.running_mass, reference.running_mass(history, 0.1), rtol=1e-6, atol=1e-8)
+
+
+def _args(copy):
+    return {"w": copy["weight"], "bias": copy["bias"], "gain": copy["gain"]}
+
+
+def test_wrong_calls_say_what_is_allowed():
+    x, w = torch.rand(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    with pytest.raises(ValueError, match="mass must be one of 'channel', 'position', got 'pixel'"):
+        BF.bal_conv2d(x, w, mass="pixel")
+    with pytest.raises(ValueError, match="padding must be 'same', 'valid', an int or"):
+        BF.bal_conv2d(x, w, padding="full")
+    with pytest.raises(ValueError, match="expected an int or 2 of them"):
+        BF.bal_conv2d(x, w, stride=(1, 2, 3))
+    with pytest.raises(
+        ValueError, match=r"expected an input of shape \(N, 3, \*in\) or \(3, \*in\) with 2 spatial axes"
+    ):
+        BF.bal_conv2d(x[:, :2], w)
+    with pytest.raises(ValueError, match="bal_conv1d takes a weight with 3 dimensions"):
+        BF.bal_conv1d(x, w)
+    with pytest.raises(ValueError, match=r"expected an input of shape \(\*, 5\)"):
+        BF.bal_linear(x, torch.randn(4, 5))
+    with pytest.raises(ValueError, match=r"input of shape \(N, C, \*in\)"):
+        BF.input_mass(torch.rand(3, 4), 1)

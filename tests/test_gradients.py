@@ -1,0 +1,133 @@
+"""Gradients, first and second, of every layer kind; memory formats."""
+
+import pytest
+import torch
+from cases import CASES, MASS_AND_PASS
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import functional_call
+
+from balnorm import BalNormConv2d, BalNormConv3d, BalNormConvTranspose2d
+
+
+def layer_function(layer, x):
+    """The layer as a function of its input and all its parameters."""
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+
+    def function(x, *values):
+        return functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    return function, (x.requires_grad_(), *parameters)
+
+
+@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name, mass, one_pass):
+    layer = CASES[name].build(mass=mass, one_pass=one_pass, track_running_stats=False, dtype=torch.float64)
+    function, inputs = layer_function(layer, CASES[name].input(dtype=torch.float64))
+    assert gradcheck(function, inputs)
+
+
+@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize("name", CASES)
+def test_second_gradients(name, mass, one_pass):
+    layer = CASES[name].build(mass=mass, one_pass=one_pass, track_running_stats=False, dtype=torch.float64)
+    function, inputs = layer_function(layer, CASES[name].input(dtype=torch.float64))
+    assert gradgradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("options", [{"stats_fraction": 0.5}, {"signed_input": True}, {"affine": False, "bias": False}])
+@pytest.mark.parametrize("name", ["linear", "conv2d", "conv2d-dilated-circular", "transposed2d"])
+def test_gradients_of_options(name, options):
+    case = CASES[name]
+    layer = case.build(mass="position", track_running_stats=False, dtype=torch.float64, **options)
+    x = torch.randn(case.input_shape, dtype=torch.float64) if "signed_input" in options else case.input().double()
+    function, inputs = layer_function(layer, x)
+    assert gradcheck(function, inputs)
+    assert gradgradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_with_frozen_statistics(name):
+    """In eval mode the mass is a constant: the input's gradient is that of a plain convolution."""
+    layer = CASES[name].build(dtype=torch.float64)
+    layer(CASES[name].input(dtype=torch.float64))
+    function, inputs = layer_function(layer.eval(), CASES[name].input(dtype=torch.float64))
+    assert gradcheck(function, inputs)
+    assert gradgradcheck(function, inputs, fast_mode=True)
+
+
+def test_backward_twice_through_one_graph():
+    layer = BalNormConv2d(3, 4, 3)
+    loss = layer(torch.rand(2, 3, 6, 6)).square().sum()
+    loss.backward(retain_graph=True)
+    once = layer.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(layer.weight.grad, 2 * once)
+
+
+@pytest.mark.parametrize("needs_grad", ["x", "weight", "gain", "bias"])
+def test_only_the_gradient_that_is_asked_for(needs_grad):
+    """Frozen parameters, or an input that needs no gradient, do not change the other gradients."""
+    everything = _gradients({"x", "weight", "gain", "bias"})
+    alone = _gradients({needs_grad})
+    assert {name for name, grad in alone.items() if grad is not None} == {needs_grad}
+    torch.testing.assert_close(alone[needs_grad], everything[needs_grad])
+
+
+def _gradients(wanted):
+    torch.manual_seed(0)
+    layer, x = BalNormConv2d(3, 4, 3, padding=1), torch.rand(2, 3, 6, 6)
+    tensors = {"x": x, "weight": layer.weight, "gain": layer.gain, "bias": layer.bias}
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name in wanted)
+    layer(x).square().sum().backward()
+    return {name: tensor.grad for name, tensor in tensors.items()}
+
+
+def variants(x):
+    """The same values: contiguous, channels_last, a transposed view, every other element of a larger tensor."""
+    last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    wide = torch.stack([x, x], -1).flatten(-2)[..., ::2]
+    return {
+        "contiguous": x,
+        "channels_last": x.contiguous(memory_format=last),
+        "transposed": x.transpose(2, 3).contiguous().transpose(2, 3),
+        "strided": wide,
+        "expanded": x[:1].expand(x.shape),
+    }
+
+
+@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize("name", ["conv2d", "conv2d-grouped", "conv2d-dilated-circular", "conv3d", "transposed2d"])
+@pytest.mark.parametrize("variant", ["channels_last", "transposed", "strided", "expanded"])
+def test_any_layout_gives_the_same_numbers(name, mass, one_pass, variant):
+    layer = CASES[name].build(mass=mass, one_pass=one_pass, dtype=torch.float64)
+    x = CASES[name].input(dtype=torch.float64)
+    other = variants(x)[variant]
+    x = other.contiguous()
+    results = []
+    for value in (x, other):
+        value = value.detach().requires_grad_()
+        y = layer(value)
+        gradients = torch.autograd.grad(y.square().sum(), [value, *layer.parameters()])
+        results.append((y, *gradients))
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("layer", [BalNormConv2d(8, 16, 3, padding=1), BalNormConvTranspose2d(8, 16, 3)])
+@pytest.mark.parametrize("training", [True, False])
+def test_channels_last_is_kept(layer, training):
+    layer = layer.to(memory_format=torch.channels_last).train(training)
+    x = torch.rand(2, 8, 6, 6).contiguous(memory_format=torch.channels_last).requires_grad_()
+    assert layer.effective_weight().is_contiguous(memory_format=torch.channels_last)
+    y = layer(x)
+    y.sum().backward()
+    for tensor in (layer.weight, y, x.grad, layer.weight.grad, layer.fuse().weight):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_channels_last_3d_is_kept():
+    layer = BalNormConv3d(4, 8, 3).to(memory_format=torch.channels_last_3d)
+    y = layer(torch.rand(2, 4, 5, 5, 5).contiguous(memory_format=torch.channels_last_3d))
+    assert y.is_contiguous(memory_format=torch.channels_last_3d)
+    assert layer.effective_weight().is_contiguous(memory_format=torch.channels_last_3d)

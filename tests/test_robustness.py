@@ -1,0 +1,179 @@
+"""No NaN and no infinity for finite input, forward or backward, in float32, bfloat16 and float16."""
+
+import pytest
+import torch
+from cases import CASES, MASS_AND_PASS
+
+from balnorm import BalNormConv2d, BalNormLinear
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def assert_finite(layer, x, outputs_are_the_bias=False):
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    with torch.no_grad():
+        layer.bias.normal_()
+    y = layer(x)
+    assert y.isfinite().all()
+    y.float().square().mean().backward()
+    for name, tensor in [("input", x), *layer.named_parameters()]:
+        assert tensor.grad.isfinite().all(), f"gradient of {name}"
+    assert layer.running_mass.isfinite().all()
+    if outputs_are_the_bias:
+        bias = layer.bias if isinstance(layer, BalNormLinear) else layer.bias.view(-1, *(1,) * (y.dim() - 2))
+        torch.testing.assert_close(y, bias.expand_as(y))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize("name", CASES)
+def test_all_zero_input_gives_the_bias(name, mass, one_pass, dtype):
+    layer = CASES[name].build(mass=mass, one_pass=one_pass, dtype=dtype)
+    assert_finite(layer, torch.zeros(CASES[name].input_shape, dtype=dtype), outputs_are_the_bias=True)
+    layer.eval()  # with a running mass of zero
+    assert_finite(layer, CASES[name].input(dtype=dtype), outputs_are_the_bias=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize("name", CASES)
+def test_dead_channels(name, mass, one_pass, dtype):
+    layer = CASES[name].build(mass=mass, one_pass=one_pass, dtype=dtype)
+    x = CASES[name].input(dtype=dtype)
+    x[:, 1:] = 0
+    assert_finite(layer, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+def test_one_live_channel_under_a_one_by_one_kernel_gives_the_bias(mass, one_pass, dtype):
+    """Its only weight that meets anything has to be zero to balance."""
+    layer = BalNormConv2d(5, 4, 1, mass=mass, one_pass=one_pass, dtype=dtype)
+    x = torch.zeros(3, 5, 4, 4, dtype=dtype)
+    x[:, 2] = torch.rand(3, 4, 4)
+    assert_finite(layer, x, outputs_are_the_bias=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize("value", [0.0, 0.1, -1 / 3, 1e-30, 1e30])
+@pytest.mark.parametrize("channels", [3, 600])
+def test_equal_weights_give_the_bias(mass, one_pass, dtype, value, channels):
+    """All weights are the mean: nothing is left after the shift but rounding error, which must not be amplified."""
+    if dtype == torch.float16 and value in (1e-30, 1e30):
+        pytest.skip("out of float16's range")
+    layer = BalNormConv2d(channels, 4, 3, padding=1, mass=mass, one_pass=one_pass, dtype=dtype)
+    torch.nn.init.constant_(layer.weight, value)
+    assert_finite(layer, torch.rand(2, channels, 5, 5).to(dtype), outputs_are_the_bias=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mass", ["channel", "position"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_weights_of_one_sign_give_the_bias_in_one_pass(mass, dtype, sign):
+    layer = BalNormConv2d(64, 4, 3, mass=mass, one_pass=True, dtype=dtype)
+    with torch.no_grad():
+        layer.weight.copy_(sign * (layer.weight.abs() + 0.1))
+    x = torch.rand(2, 64, 5, 5).to(dtype)
+    assert_finite(layer, x, outputs_are_the_bias=True)
+    layer.one_pass = False
+    assert_finite(layer, x)
+    assert layer(x).std() > 0.1  # two passes need no negative weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize("leftover", [0.0, 1e-7, 1e-3])
+def test_masses_that_cancel(mass, one_pass, dtype, leftover):
+    if dtype == torch.float16 and leftover == 1e-3:
+        pytest.skip("the true gradient of the input is beyond float16's range")
+    layer = BalNormConv2d(4, 4, 3, padding=1, mass=mass, one_pass=one_pass, dtype=dtype)
+    half = torch.rand(2, 2, 5, 5)
+    x = torch.cat([half, -half], 1) + leftover
+    assert_finite(layer, x.to(dtype))
+    assert_finite(BalNormLinear(4, 4, one_pass=one_pass, dtype=dtype), x.to(dtype).permute(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("batch", [0, 1])
+def test_batches_of_none_and_one(name, mass, one_pass, dtype, batch):
+    layer = CASES[name].build(mass=mass, one_pass=one_pass, dtype=dtype)
+    x = CASES[name].input(dtype=dtype)
+    shape = layer(x).shape
+    layer.reset_running_stats()
+    x = x[:batch].requires_grad_()
+    y = layer(x)
+    assert y.shape == (batch, *shape[1:])
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert layer.num_batches_tracked == batch
+    for parameter in layer.parameters():
+        assert parameter.grad.isfinite().all()
+        if batch == 0:
+            assert (parameter.grad == 0).all()
+    assert (layer.running_mass == 1).all() == (batch == 0)
+    layer.eval()(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("of_input", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("of_weight", [1e-30, 1.0, 1e30])
+def test_magnitudes(name, mass, one_pass, dtype, of_input, of_weight):
+    layer = CASES[name].build(mass=mass, one_pass=one_pass, dtype=dtype)
+    with torch.no_grad():
+        layer.weight *= of_weight
+    assert_finite(layer, CASES[name].input(dtype=dtype) * of_input)
+
+
+@pytest.mark.parametrize("of_input", [1e-30, 1e30])
+@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+def test_magnitudes_change_no_result(mass, one_pass, of_input):
+    """Scale-free arithmetic: the output for tiny and huge inputs is the one for ordinary inputs, to float32's precision."""
+    layer = BalNormConv2d(3, 4, 3, mass=mass, one_pass=one_pass)
+    x = torch.rand(2, 3, 6, 6)
+    gradients = []
+    for scale in (1.0, of_input):
+        layer.zero_grad()
+        scaled = (x * scale).requires_grad_()
+        y = layer(scaled)
+        y.square().mean().backward()
+        gradients.append((y.detach(), scaled.grad * scale, layer.weight.grad.clone(), layer.gain.grad.clone()))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("of_weight", [1e-30, 1e30])
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_magnitudes_of_the_weight_change_no_result(one_pass, of_weight):
+    layer = BalNormConv2d(3, 4, 3, one_pass=one_pass)
+    x = torch.rand(2, 3, 6, 6)
+    y = layer(x)
+    layer.weight.data *= of_weight
+    torch.testing.assert_close(layer(x), y, rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_whose_sum_overflows_give_the_bias():
+    layer = BalNormConv2d(3, 4, 3)
+    layer(torch.rand(2, 3, 6, 6))
+    tracked = layer.running_mass.clone()
+    y = layer(torch.full((4, 3, 6, 6), 3e38))
+    torch.testing.assert_close(y, layer.bias.view(-1, 1, 1).expand_as(y))
+    assert torch.equal(layer.running_mass, tracked)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_goes_on_after_a_dead_batch(name):
+    """A dead batch moves nothing but the bias, and the next one trains as if it had not been there."""
+    layer = CASES[name].build()
+    weight = layer.weight.detach().clone()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    for x in (torch.zeros(CASES[name].input_shape), CASES[name].input()):
+        optimizer.zero_grad()
+        layer(x).square().mean().backward()
+        optimizer.step()
+    assert layer.weight.isfinite().all()
+    assert not torch.equal(layer.weight, weight)
