@@ -53,7 +53,7 @@ def pad(x, padding, mode):
 
 
 def meetings(x, kernel, stride, padding, dilation, mode="zeros", transposed=False, output_padding=None):
-    """For each tap: the inputs that it multiplies, laid out as the output (N, C, *out), with zeros where it meets none."""
+    """For each tap: the inputs that it multiplies, laid out as the output (N, C, *out), zeros where it meets none."""
     size = x.shape[2:]
     out = output_size(size, kernel, stride, padding, dilation, transposed, output_padding)
     if not transposed:

@@ -3,14 +3,14 @@
 import itertools
 
 import pytest
-import reference
 import torch
-from cases import MASS_AND_PASS
 from torch import nn
 
 import balnorm.functional as BF
+import reference
 from balnorm import BalNormConv2d, BalNormLinear
 from balnorm.init import balanced_normal_
+from cases import MASS_AND_PASS
 
 CONV_GEOMETRIES = [
     # kernel, stride, padding, dilation, groups, padding_mode

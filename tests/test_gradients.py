@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cases import CASES, MASS_AND_PASS
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call
 
 from balnorm import BalNormConv2d, BalNormConv3d, BalNormConvTranspose2d
+from cases import CASES, MASS_AND_PASS
 
 
 def layer_function(layer, x):
@@ -106,10 +106,9 @@ def test_any_layout_gives_the_same_numbers(name, mass, one_pass, variant):
     other = variants(x)[variant]
     x = other.contiguous()
     results = []
-    for value in (x, other):
-        value = value.detach().requires_grad_()
-        y = layer(value)
-        gradients = torch.autograd.grad(y.square().sum(), [value, *layer.parameters()])
+    for leaf in (x.detach().requires_grad_(), other.detach().requires_grad_()):
+        y = layer(leaf)
+        gradients = torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()])
         results.append((y, *gradients))
     torch.testing.assert_close(results[0], results[1])
 

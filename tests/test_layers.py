@@ -7,12 +7,12 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, MASS_AND_PASS
 from torch import nn
 
 import balnorm
 import balnorm.functional as BF
 from balnorm import BalNormConv1d, BalNormConv2d, BalNormConvTranspose2d, BalNormLinear
+from cases import CASES, MASS_AND_PASS
 
 ALL = pytest.mark.parametrize("name", CASES)
 
@@ -24,7 +24,7 @@ def trained(name, **options):
         layer(CASES[name].input(dtype=layer.weight.dtype))
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return layer
 
 

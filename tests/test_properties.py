@@ -67,8 +67,8 @@ def plain_convolution(x, w, geometry):
 
 @given(convolutions(cyclic=True), st.sampled_from(BF.MASSES))
 def test_cyclic_padding_and_stride_one_balance_exactly(convolution, mass):
-    """ "we can constrain the mean of the output to be zero", "the contribution is of average 1 per output element", "this
-    automatically results in the negative weight contribution also being of magnitude r".
+    """ "We can constrain the mean of the output to be zero"; "the contribution is of average 1 per output element";
+    "this automatically results in the negative weight contribution also being of magnitude r".
     """
     mean, positive, negative = contributions(*convolution, mass=mass, one_pass=False)
     torch.testing.assert_close(mean, torch.zeros_like(mean), atol=1e-9, rtol=0)

@@ -108,8 +108,8 @@ def input_mass(
         stats_fraction, signed_input, sync_stats, process_group: see :class:`Statistics`.
 
     Returns:
-        (1, C, 1, ..., 1) for ``channel``, (1, C, \*kernel_size) for ``position``: the shape of an output kernel, so that
-        it broadcasts over the weight. float32 or wider. NaN for a batch of 0.
+        (1, C, 1, ..., 1) for ``channel``, (1, C, \*kernel_size) for ``position``: it broadcasts over the weight.
+        float32 or wider. NaN for a batch of 0.
 
     Example:
         >>> x = torch.ones(2, 1, 4, 4)

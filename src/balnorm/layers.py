@@ -136,7 +136,7 @@ class BalNormLayer(nn.Module):
             return  # called by the constructor of torch's layer, before there is anything of ours to reset
         balanced_normal_(self.weight, self.groups, self.transposed)
         gain = self.gain_init
-        nn.init.constant_(self.gain, unit_variance_gain(self._fan_in()) if isinstance(gain, str) else gain)
+        nn.init.constant_(self.gain, self._unit_variance_gain() if isinstance(gain, str) else gain)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
         self.reset_running_stats()
@@ -192,9 +192,8 @@ class BalNormLayer(nn.Module):
             changed.append("stats_frozen=True")
         return ", ".join([super().extra_repr(), *changed])
 
-    def _fan_in(self) -> float:
-        """How many weights meet an output element."""
-        return self.weight[0].numel()
+    def _unit_variance_gain(self) -> float:
+        return unit_variance_gain(fan_in=self.weight[0].numel())
 
     def _statistics(self) -> BF.Statistics:
         return {
@@ -348,9 +347,10 @@ class _BalNormConvTranspose(BalNormLayer):
             **self._statistics(),
         )
 
-    def _fan_in(self) -> float:
-        inputs_per_group = self.weight.shape[0] / self.groups
-        return inputs_per_group * self.weight[0, 0].numel() / math.prod(self.stride)
+    def _unit_variance_gain(self) -> float:
+        phases = math.prod(self.stride)
+        fan_in = self.weight[:, 0].numel() / self.groups / phases  # each output meets one phase's part of the kernel
+        return unit_variance_gain(fan_in, phases)
 
 
 class BalNormConv1d(_BalNormConv, nn.Conv1d):

@@ -1,0 +1,167 @@
+"""More than one process: statistics over all of them, and DDP. Two processes on gloo."""
+
+import copy
+import functools
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import balnorm.functional as BF
+from balnorm import BalNormConv2d, BalNormConvTranspose2d, BalNormLinear
+
+WORLD = 2
+
+
+def check_all(rank, folder):
+    """Run every check below in this process of two; a failure goes to a file, for the test of that name to show."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    for name, check in CHECKS.items():
+        torch.manual_seed(0)
+        try:
+            check(rank)
+        except Exception:
+            Path(folder, f"{name}.failed{rank}").write_text(traceback.format_exc())
+        Path(folder, f"{name}.done{rank}").touch()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One start of two processes for all checks: importing torch twice takes longer than all of them."""
+    folder = tmp_path_factory.mktemp("distributed")
+    mp.spawn(check_all, (folder,), nprocs=WORLD)
+    return folder
+
+
+def network(**options):
+    return nn.Sequential(
+        BalNormConv2d(3, 8, 3, padding=1, stride=2, **options),
+        nn.ReLU(),
+        BalNormConvTranspose2d(8, 4, 2, stride=2, **options),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        BalNormLinear(4, 5, **{k: v for k, v in options.items() if k != "mass"}),
+    ).double()
+
+
+def synchronised_is_one_process(rank, mass, shares):
+    """Gradients included, with shares of different size, and with an empty one, which still joins the collective."""
+    model = network(mass=mass, sync_stats=True)
+    single = network(mass=mass)
+    single.load_state_dict(model.state_dict())
+    for step in range(2):
+        x = torch.rand(sum(shares), 3, 6, 6, generator=torch.Generator().manual_seed(step)).double()
+        mine = x.split(list(shares))[rank].clone().requires_grad_()
+        x.requires_grad_()
+        model.zero_grad()
+        single.zero_grad()
+        y = model(mine)
+        y.square().sum().backward()
+        single(x).square().sum().backward()
+        torch.testing.assert_close(mine.grad, x.grad.split(list(shares))[rank])
+        for ours, whole in zip(model.parameters(), single.parameters(), strict=True):
+            total = ours.grad.clone()
+            dist.all_reduce(total)
+            torch.testing.assert_close(total, whole.grad)
+        for (name, ours), whole in zip(model.named_buffers(), single.buffers(), strict=True):
+            torch.testing.assert_close(ours, whole, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def second_derivatives_are_synchronised(rank):
+    layer = BalNormConv2d(3, 4, 3, sync_stats=True).double()
+    single = copy.deepcopy(layer)
+    single.sync_stats = False
+    x = torch.rand(4, 3, 5, 5, generator=torch.Generator().manual_seed(0)).double()
+    mine = x.split(2)[rank].clone().requires_grad_()
+    (g,) = torch.autograd.grad(layer(mine).square().sum(), mine, create_graph=True)
+    (ours,) = torch.autograd.grad(g.square().sum(), mine)
+    x.requires_grad_()
+    (g,) = torch.autograd.grad(single(x).square().sum(), x, create_graph=True)
+    (whole,) = torch.autograd.grad(g.square().sum(), x)
+    torch.testing.assert_close(ours, whole.split(2)[rank])
+
+
+def a_process_group_limits_the_synchronisation(rank):
+    groups = [dist.new_group([r]) for r in range(WORLD)]
+    layer = BalNormConv2d(3, 4, 3, sync_stats=True, process_group=groups[rank])
+    alone = BalNormConv2d(3, 4, 3)
+    x = torch.rand(2, 3, 5, 5) * (rank + 1)
+    layer(x)
+    alone(x)
+    torch.testing.assert_close(layer.running_mass, alone.running_mass)
+
+
+def two_forwards_before_one_backward_under_ddp(rank):
+    """DDP broadcasts the buffers before each forward: in-place changes raised in backward elsewhere."""
+    model = DistributedDataParallel(network())
+    x = torch.rand(2, 3, 6, 6).double() * (rank + 1)
+    loss = model(x).square().sum() + model(2 * x).square().sum()
+    loss.backward()
+    for parameter in model.parameters():
+        total = parameter.grad.clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total / WORLD, parameter.grad)
+
+
+def statistics_are_per_process_by_default(rank):
+    model = DistributedDataParallel(network(), broadcast_buffers=False)
+    x = torch.rand(2, 3, 6, 6).double() * (rank + 1)
+    model(x).sum().backward()
+    expected = (x.sum((0, 2, 3)) / (2 * 9 * 4)).view(1, 3, 1, 1)
+    torch.testing.assert_close(model.module[0].running_mass, expected)
+
+
+def synchronised_statistics_compile(rank):
+    torch._dynamo.reset()
+    eager = network(sync_stats=True)
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.rand(2, 3, 6, 6).double() * (rank + 1)
+    for m in (compiled, eager):
+        m(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    torch.testing.assert_close(model.state_dict(), eager.state_dict())
+
+
+CHECKS = {
+    f"synchronised_is_one_process-{mass}-{shares[0]}-{shares[1]}": functools.partial(
+        synchronised_is_one_process, mass=mass, shares=shares
+    )
+    for mass in BF.MASSES
+    for shares in ((4, 4), (5, 3), (6, 0))
+}
+CHECKS |= {
+    check.__name__: check
+    for check in (
+        second_derivatives_are_synchronised,
+        a_process_group_limits_the_synchronisation,
+        two_forwards_before_one_backward_under_ddp,
+        statistics_are_per_process_by_default,
+        synchronised_statistics_compile,
+    )
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_processes(folder, name):
+    for rank in range(WORLD):
+        assert (folder / f"{name}.done{rank}").exists()
+        failure = folder / f"{name}.failed{rank}"
+        assert not failure.exists(), failure.read_text()
+
+
+def test_sync_stats_without_a_process_group_is_one_process():
+    layer = BalNormConv2d(3, 4, 3, sync_stats=True)
+    x = torch.rand(2, 3, 5, 5)
+    layer(x)
+    torch.testing.assert_close(layer.running_mass, x.sum((0, 2, 3)).view(1, 3, 1, 1) / (2 * 9))

@@ -1,0 +1,83 @@
+"""The package as a whole: what imports what, and whether the documents tell the truth."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import balnorm
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "balnorm"
+
+# From the bottom up: a module imports only from those before it. The library imports torch and nothing else.
+LIBRARY = ["functional", "init", "layers"]
+
+
+def imported(path):
+    """The modules that a file imports, with those only for type checking left out."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} has a relative import"
+            yield node.module
+
+
+def test_every_module_has_its_place():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", *LIBRARY}
+
+
+@pytest.mark.parametrize("module", LIBRARY)
+def test_imports_point_downwards(module):
+    below = LIBRARY[: LIBRARY.index(module)]
+    for name in imported(PACKAGE / f"{module}.py"):
+        top, *rest = name.split(".")
+        if top == "balnorm":
+            assert rest, f"{module} imports the package itself"
+            assert rest[0] in below, f"{module} imports {name}"
+        else:
+            assert top == "torch" or top in sys.stdlib_module_names, f"{module} imports {name}"
+
+
+def test_importing_the_library_imports_nothing_but_torch():
+    program = "import sys, torch; before = set(sys.modules); import balnorm; print(*set(sys.modules) - before)"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    new = {name.split(".")[0] for name in output.split()}
+    assert new <= {"balnorm", *sys.stdlib_module_names}
+
+
+def test_every_public_name_is_there_and_documented():
+    for name in set(balnorm.__all__) - {"__version__"}:
+        assert getattr(balnorm, name).__doc__
+
+
+def test_the_package_is_typed():
+    assert (PACKAGE / "py.typed").exists()
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/method.md"])
+def test_python_in_the_documents_runs(document):
+    text = (ROOT / document).read_text()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, document, "exec"), {})
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/method.md"])
+def test_links_in_the_documents_lead_somewhere(document):
+    path = ROOT / document
+    for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
+        if not target.startswith(("http", "#")):
+            assert (path.parent / target.split("#")[0]).exists(), target
+
+
+def test_the_version_is_the_same_everywhere():
+    assert f"## [{balnorm.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"version: {balnorm.__version__}\n" in (ROOT / "CITATION.cff").read_text()
