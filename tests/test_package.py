@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "balnorm"
 
 # From the bottom up: a module imports only from those before it. The library imports torch and nothing else.
-LIBRARY = ["functional", "init", "layers"]
+LIBRARY = ["geometry", "composed", "fused", "functional", "init", "layers"]
 
 
 def imported(path):
