@@ -56,6 +56,20 @@ def test_gradients_with_frozen_statistics(name):
     assert gradgradcheck(function, inputs, fast_mode=True)
 
 
+@pytest.mark.parametrize("options", [{}, {"signed_input": True}, {"stats_fraction": 0.5}, {"affine": False}])
+@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_do_not_depend_on_create_graph(name, mass, one_pass, options):
+    """With create_graph=True they come from the composed form, without it from the closed form."""
+    layer = CASES[name].build(mass=mass, one_pass=one_pass, dtype=torch.float64, **options)
+    x = (CASES[name].input(dtype=torch.float64) - 0.1).requires_grad_()
+    inputs = [x, *layer.parameters()]
+    loss = layer(x).pow(3).sum()
+    composed = torch.autograd.grad(loss, inputs, create_graph=True)
+    closed = torch.autograd.grad(loss, inputs)
+    torch.testing.assert_close(closed, composed)
+
+
 def test_backward_twice_through_one_graph():
     layer = BalNormConv2d(3, 4, 3)
     loss = layer(torch.rand(2, 3, 6, 6)).square().sum()

@@ -75,7 +75,8 @@ class _FusedConv(torch.autograd.Function):
         geometry, mass = plan.geometry, given_mass
         if mass is None:
             counted = leading(x, plan.stats_fraction)
-            mass = mass_of_sums(_sum_over_batch(counted, geometry), counted.shape[0], geometry, plan.mass)
+            counted = counted if geometry.kernel else counted.flatten(0, -2)
+            mass = mass_of_sums(_sum_over_batch(counted), counted.shape[0], geometry, plan.mass)
             ctx.mark_non_differentiable(mass)
         view = _RowView.of(weight, geometry)
         vectors, effective = _balance(view, weight, mass, gain, plan.one_pass)
@@ -189,7 +190,7 @@ def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
             g.mul_(sigma.unsqueeze(-1)).addcmul_(q, p.unsqueeze(1), value=-1.0)
             dweight = view.weight(g).to(weight.dtype)
     elif needs_bias:
-        dbias = dy.sum([axis for axis in range(dy.dim()) if axis != geometry.channel_axis(dy)])
+        dbias = _bias_gradient(dy, geometry)
     if needs_x:
         effective = saturate(view.weight(_scaled(w, b, sigma, out=torch.empty_like(w))), x.dtype)
         if ctx.mass_is_given:
@@ -204,26 +205,27 @@ def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 def _composed_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """The same gradient, by differentiating the composed form: so it can be differentiated itself."""
-    x, weight, gain, mass, *_ = ctx.saved_tensors
     plan: Plan = ctx.plan
     geometry = plan.geometry
-    if not ctx.mass_is_given:
-        mass = batch_mass(x, geometry, plan.mass, plan.stats_fraction)
-    effective = balance(weight, mass, gain, plan.one_pass, geometry.groups, transposed=geometry.transposed)
+    # Views of the inputs: a given mass may itself come from x, and that way is not ours to follow.
+    views: list[Any] = [None if t is None else t.view_as(t) for t in ctx.saved_tensors[:4]]
+    x, weight, gain, mass = views
+    balanced_for = mass if ctx.mass_is_given else batch_mass(x, geometry, plan.mass, plan.stats_fraction)
+    effective = balance(weight, balanced_for, gain, plan.one_pass, geometry.groups, transposed=geometry.transposed)
     y = geometry.convolve(x, saturate(effective, x.dtype), None)
+
     needs_x, needs_weight, needs_bias, needs_gain, needs_mass, _ = ctx.needs_input_grad
-    wanted = [
-        t for t, needed in ((x, needs_x), (weight, needs_weight), (gain, needs_gain), (mass, needs_mass)) if needed
-    ]
-    gradients = iter(torch.autograd.grad(y, wanted, dy, create_graph=True) if wanted else ())
-    dx = next(gradients) if needs_x else None
-    dweight = next(gradients) if needs_weight else None
-    dgain = next(gradients) if needs_gain else None
-    dmass = next(gradients) if needs_mass else None
-    dbias = None
-    if needs_bias:
-        dbias = dy.sum([a for a in range(dy.dim()) if a != geometry.channel_axis(dy)]).to(ctx.bias_dtype)
-    return dx, dweight, dbias, dgain, dmass, None
+    inputs = (
+        ("x", x, needs_x),
+        ("weight", weight, needs_weight),
+        ("gain", gain, needs_gain),
+        ("mass", mass, needs_mass),
+    )
+    wanted = {name: tensor for name, tensor, needed in inputs if needed}
+    gradients = torch.autograd.grad(y, list(wanted.values()), dy, create_graph=True) if wanted else ()
+    named = dict(zip(wanted, gradients, strict=True))
+    dbias = _bias_gradient(dy, geometry).to(ctx.bias_dtype) if needs_bias else None
+    return named.get("x"), named.get("weight"), dbias, named.get("gain"), named.get("mass"), None
 
 
 class _RowView(NamedTuple):
@@ -282,15 +284,17 @@ def _column_sums(matrix: Tensor, column: Tensor) -> Tensor:
     return (matrix * column.unsqueeze(-1)).sum(1)
 
 
-def _sum_over_batch(x: Tensor, geometry: Geometry) -> Tensor:
+def _sum_over_batch(x: Tensor) -> Tensor:
     """``x`` (N, C, *in) summed to (1, C, *in), in at least float32. Summing a flat view is the fastest on CPU."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    if not geometry.kernel:
-        return x.flatten(0, -2).sum(0, keepdim=True, dtype=dtype)
-    if x.stride(1) == 1 and not x.is_contiguous():
+    if x.dim() > 2 and x.stride(1) == 1 and not x.is_contiguous():
         last = x.movedim(1, -1)
         return last.flatten(1).sum(0, dtype=dtype).view(1, *last.shape[1:]).movedim(-1, 1)
     return x.flatten(1).sum(0, dtype=dtype).view(1, *x.shape[1:])
+
+
+def _bias_gradient(dy: Tensor, geometry: Geometry) -> Tensor:
+    return dy.flatten(0, -2).sum(0) if not geometry.kernel else dy.sum([0, *range(2, dy.dim())])
 
 
 def _weight_gradient(
@@ -299,7 +303,7 @@ def _weight_gradient(
     """The gradients of the effective weight and of the bias."""
     if not geometry.kernel:
         dy, x = dy.flatten(0, -2), x.flatten(0, -2)
-        return dy.t() @ x, dy.sum(0) if needs_bias else None
+        return dy.t() @ x, _bias_gradient(dy, geometry) if needs_bias else None
     _, dweight, dbias = torch.ops.aten.convolution_backward(
         dy,
         x,

@@ -57,10 +57,6 @@ class Geometry(NamedTuple):
         outputs = math.prod(self.output_size(size))
         return outputs if self.transposed else outputs * math.prod(self.stride)
 
-    def channel_axis(self, y: Tensor) -> int:
-        """The axis of the channels in a batch."""
-        return 1 if self.kernel else y.dim() - 1
-
     def gather(self, field: Tensor) -> Tensor:
         """For each tap of the kernel, the sum of the inputs that it multiplies: (1, C, *in) to (1, C, *kernel)."""
         if self.pads_beforehand:
