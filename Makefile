@@ -29,8 +29,10 @@ clean: ## remove the environment and all caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 
 # torch is pinned and installed from constraints.txt: a looser version brings gigabytes of CUDA to machines without it.
+# timm and torchvision serve comparisons only, and without --no-deps would ask for another torch.
 $(READY): pyproject.toml constraints.txt Makefile
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps timm torchvision
 	touch $@

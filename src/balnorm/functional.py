@@ -141,18 +141,16 @@ def update_running_mass(
     if momentum is None and num_batches_tracked is None:
         raise ValueError("momentum=None needs num_batches_tracked: a plain average has to count its batches")
     with torch.no_grad():
-        mass = mass.detach()
+        mass = mass.detach().to(running_mass.dtype)
+        finite = mass.sum(dtype=torch.promote_types(mass.dtype, torch.float32)).isfinite()
+        mass = torch.where(finite, mass, running_mass)
         if num_batches_tracked is None:
-            rate = torch.full((), momentum, dtype=mass.dtype, device=mass.device)  # type: ignore[arg-type]
-        else:
-            rate = (num_batches_tracked + 1).to(mass.dtype).reciprocal()
-            if momentum is not None:
-                rate = rate.clamp(min=momentum)
-        updated = torch.lerp(running_mass.to(mass.dtype), mass, rate).to(running_mass.dtype)
-        finite = updated.isfinite().all()
-        running_mass.copy_(torch.where(finite, updated, running_mass))
-        if num_batches_tracked is not None:
-            num_batches_tracked.add_(finite)
+            running_mass.lerp_(mass, float(momentum))  # type: ignore[arg-type]
+            return
+        num_batches_tracked.add_(finite)
+        # at most 1, for a count of 0 when the very first mass is not finite
+        rate = num_batches_tracked.to(mass.dtype).reciprocal_().clamp_(momentum, 1.0)
+        running_mass.lerp_(mass, rate)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -2,14 +2,15 @@
 
 It computes what :mod:`balnorm.composed` composes. For the backward pass it keeps what a plain convolution keeps, the
 input and the raw weight, and a few vectors; the effective weight and the masks are computed again. The weight is seen
-as a matrix with a row for each output kernel, so that the method's sums are matrix-vector products. Passes over that
-matrix are what the method costs where weights are many and data are few, so each one here is deliberate.
+as a matrix with a row for each output kernel, so that the method's sums are matrix-vector products. Two things are
+dear and spent with care: passes over that matrix, where weights are many and data are few; and calls, where layers are
+small.
 
-With G = dL/dw'', the share p = m / sum m of each mass, the spread d = sum p w' I, sigma = gain / (d sum m), and sums
-over a row:
+With G = dL/dw'', the share p = m / sum m of each mass, the spread d = sum p w' I, s = 1 / (d sum m), and sums over
+a row:
 
-    t  = sigma sum G w'        dgain = t / gain        u = t / d        db = sigma sum G - u sum p I
-    dw = sigma G - p (db + u I)                        dm = -(sum over rows of w' (db + u I)) / sum m
+    dgain = s sum G w'         u = gain dgain / d         db = gain s sum G - u sum p I
+    dw = gain s G - p (db + u I)                          dm = -(sum over rows of w' (db + u I)) / sum m
 
 This is the gradient in ``docs/method.md``, in quantities that neither grow nor shrink with the input.
 """
@@ -31,7 +32,6 @@ from balnorm.composed import (
     full_precision,
     leading,
     mass_of_sums,
-    present,
     rounding_error,
     saturate,
 )
@@ -78,9 +78,8 @@ class _FusedConv(torch.autograd.Function):
             counted = counted if geometry.kernel else counted.flatten(0, -2)
             mass = mass_of_sums(_sum_over_batch(counted), counted.shape[0], geometry, plan.mass)
             ctx.mark_non_differentiable(mass)
-        view = _RowView.of(weight, geometry)
-        vectors, effective = _balance(view, weight, mass, gain, plan.one_pass)
-        y = geometry.convolve(x, saturate(effective, x.dtype), None if bias is None else bias.to(x.dtype))
+        effective, vectors = _balance(_Kernels.of(weight, geometry), mass, gain, plan.one_pass)
+        y = geometry.convolve(x, saturate(effective, x.dtype), None if bias is None else saturate(bias, x.dtype))
         ctx.plan, ctx.bias_dtype, ctx.mass_is_given = plan, None if bias is None else bias.dtype, given_mass is not None
         ctx.save_for_backward(x, weight, gain, given_mass, *vectors)
         return y, None if given_mass is not None else mass
@@ -97,60 +96,53 @@ class _Vectors(NamedTuple):
     """What the backward pass needs of the balance, apart from the weight."""
 
     share: Tensor
-    """p, in the shape of the mass; 0 where there is no mass."""
-    inverse_mass: Tensor
-    """1 / sum m (groups, 1); 0 where there is no mass."""
-    shift: Tensor
-    """b (groups, D / groups)"""
+    """Row of p; 0 where there is no mass."""
+    total: Tensor
+    """sum m"""
+    mean: Tensor
+    """Column of -b, the mean weight."""
+    positive: Tensor
+    """Column of sum p I."""
     inverse_spread: Tensor
-    """1 / d (groups, D / groups); 0 where there is no spread."""
+    """Column of 1 / d; 0 where there is no spread."""
     scale: Tensor
-    """s = 1 / (d sum m) (groups, D / groups): without the gain."""
+    """Column of s."""
 
 
-def _balance(
-    view: _RowView, weight: Tensor, mass: Tensor, gain: Tensor | None, one_pass: bool
-) -> tuple[_Vectors, Tensor]:
-    """The effective weight, and the vectors that lead from the weight to it."""
-    w = view.rows(weight)
-    terms = w.shape[-1]
-    m = mass.to(w.dtype).view(w.shape[0], -1)
-    repeats = terms // m.shape[1]  # over the taps that share a mass
-    total = m.sum(1, keepdim=True).mul_(repeats)
-    alive = present(total, m.abs().sum(1, keepdim=True).mul_(repeats), terms)
-    inverse_mass = torch.where(alive, total.reciprocal(), 0.0)
-    share = torch.where(alive, m * inverse_mass, 0.0).view_as(mass)
-    p = view.row(share)
+def _balance(kernels: _Kernels, mass: Tensor, gain: Tensor | None, one_pass: bool) -> tuple[Tensor, _Vectors]:
+    """The effective weight, and the vectors that lead to it."""
+    w = kernels.rows(kernels.values)
+    terms, limits = w.shape[-1], torch.finfo(w.dtype)
+    tolerance = rounding_error(terms, w.dtype)
+    m = kernels.row(mass if mass.dtype == w.dtype else mass.to(w.dtype))
+    total = m.sum(-1, keepdim=True)
+    p = m / total
+    # No mass, masses that cancel, an infinite one, an empty batch: all of them give a large sum of magnitudes or NaN.
+    p = torch.where(torch.linalg.vector_norm(p, 1, -1, keepdim=True) < 1 / tolerance, p, 0.0)
+    p_column = p.mT
 
-    b = _row_sums(w, p).neg_()
+    mean = w @ p_column
+    scratch = torch.empty_like(w)
     if one_pass:
-        scratch = torch.empty_like(w)
-        count = _row_sums(torch.gt(w, 0, out=scratch), p)
-        spread = _row_sums(torch.clamp_min(w, 0, out=scratch), p).addcmul_(b, count)
+        positive = torch.gt(w, 0, out=scratch) @ p_column
+        spread = torch.addcmul(torch.clamp_min(w, 0, out=scratch) @ p_column, mean, positive, value=-1.0)
     else:
+        positive = torch.gt(w, mean, out=scratch) @ p_column
         # sum p w' = 0, so its positive part is half of sum p |w'|
-        scratch = (w + b.unsqueeze(-1)).abs_()
-        spread = _row_sums(scratch, p).mul_(0.5)
-    alive = spread.abs() > b.abs().mul_(rounding_error(terms, w.dtype))
+        spread = (torch.sub(w, mean, out=scratch).abs_() @ p_column).mul_(0.5)
+    alive = (mean / spread).abs_() < 1 / tolerance  # false for 0 / 0
     inverse_spread = torch.where(alive, spread.reciprocal(), 0.0)
-    vectors = _Vectors(share, inverse_mass, b, inverse_spread, _limit(inverse_spread * inverse_mass))
-    return vectors, view.weight(_scaled(w, b, _sigma(vectors, gain), out=scratch))
+    # A tiny weight on a tiny input may have to be scaled by more than a number can hold.
+    largest = limits.max * limits.eps
+    scale = (inverse_spread / total).nan_to_num_(0.0, largest, -largest)
+    vectors = _Vectors(p, total, mean, positive, inverse_spread, scale)
+    sigma = scale if gain is None else scale * gain.view_as(scale)
+    return kernels.weight(_scaled(w, mean, sigma, out=scratch)), vectors
 
 
-def _scaled(w: Tensor, b: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """scale * (w + b) for each row. (As one addcmul it takes longer.)"""
-    return torch.mul(w, scale.unsqueeze(-1), out=out).add_((scale * b).unsqueeze(-1))
-
-
-def _sigma(vectors: _Vectors, gain: Tensor | None) -> Tensor:
-    scale = vectors.scale
-    return scale if gain is None else _limit(scale * gain.to(scale.dtype).view_as(scale))
-
-
-def _limit(scale: Tensor) -> Tensor:
-    """A tiny weight on a tiny input may have to be scaled by more than a number can hold."""
-    largest = torch.finfo(scale.dtype).max
-    return scale.clamp_(-largest, largest)
+def _scaled(w: Tensor, mean: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """scale * (w - mean) for each row. (As one addcmul it takes longer.)"""
+    return torch.mul(w, scale, out=out).sub_(scale * mean)
 
 
 def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -160,46 +152,43 @@ def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_weight, needs_bias, needs_gain, needs_mass, _ = ctx.needs_input_grad
     through_mass = needs_mass or (needs_x and not ctx.mass_is_given)
 
-    dx = dweight = dbias = dgain = dmass = None
-    view = _RowView.of(weight, geometry)
-    w = view.rows(weight)
-    b, sigma = vectors.shift, _sigma(vectors, gain)
+    dx = dweight = dbias = dgain = dmass = effective = None
+    kernels = _Kernels.of(weight, geometry)
+    w, mean, scale = kernels.rows(kernels.values), vectors.mean, vectors.scale
+    gains = None if gain is None else gain.view_as(scale)
     if needs_weight or needs_gain or through_mass:
-        dw_effective, dbias = _weight_gradient(dy, x, weight, geometry, needs_bias)
-        g = view.rows(dw_effective)
-        p = view.row(vectors.share)
-        effective = _scaled(w, b, vectors.scale, out=torch.empty_like(w))
-        scratch = torch.empty_like(w)
-        t = torch.mul(g, effective, out=scratch).sum(-1)
-        if gain is not None:
-            dgain = t.view_as(gain).to(gain.dtype) if needs_gain else None
-            t = t * gain.to(t.dtype).view_as(t)
+        g, dbias = _weight_gradient(dy, x, weight, geometry, needs_bias)
+        g = kernels.rows(kernels.like(g))
+        effective = _scaled(w, mean, scale, out=torch.empty_like(w))
+        scratch = g * effective
+        t = scratch.sum(-1, keepdim=True)
+        sigma = scale
+        if gains is not None:
+            dgain = t.view(-1).to(gain.dtype) if needs_gain else None
+            t, sigma = t * gains, scale * gains
         u = t * vectors.inverse_spread
-
-        mask = scratch
-        if plan.one_pass:
-            torch.gt(w, 0, out=mask)
-        else:
-            torch.gt(w, -b.unsqueeze(-1), out=mask)
-        db = sigma * g.sum(-1) - u * _row_sums(mask, p)
-        q = mask.mul_(u.unsqueeze(-1)).add_(db.unsqueeze(-1))
+        db = (g.sum(-1, keepdim=True) * sigma).addcmul_(u, vectors.positive, value=-1.0)
+        mask = torch.gt(w, 0 if plan.one_pass else mean, out=scratch)
+        q = mask.mul_(u).add_(db)
         if through_mass:
-            dm = _column_sums(q, b).add_((w * q).sum(1)).mul_(-vectors.inverse_mass)
-            dmass = view.mass(dm, vectors.share)
+            columns = (mean.mT @ q).sub_((w * q).sum(-2, keepdim=True))
+            dmass = kernels.mass(columns.div_(vectors.total).nan_to_num_(), plan.mass)  # 0 / 0 without mass
         if needs_weight:
-            g.mul_(sigma.unsqueeze(-1)).addcmul_(q, p.unsqueeze(1), value=-1.0)
-            dweight = view.weight(g).to(weight.dtype)
+            g.mul_(sigma).addcmul_(q, vectors.share, value=-1.0)
+            dweight = kernels.weight(g)
+            dweight = dweight if dweight.dtype == weight.dtype else dweight.to(weight.dtype)
     elif needs_bias:
         dbias = _bias_gradient(dy, geometry)
     if needs_x:
-        effective = saturate(view.weight(_scaled(w, b, sigma, out=torch.empty_like(w))), x.dtype)
-        if ctx.mass_is_given:
-            dx = _input_gradient(dy, effective, x, geometry, None)
-        else:
-            dx = _input_gradient_through_mass(dy, effective, x, plan, dmass)
-    if dbias is not None:
+        if effective is None:
+            effective = _scaled(w, mean, scale, out=torch.empty_like(w))
+        if gains is not None:
+            effective.mul_(gains)
+        effective = saturate(kernels.weight(effective), x.dtype)
+        dx = _input_gradient(dy, effective, x, plan, None if ctx.mass_is_given else dmass)
+    if dbias is not None and dbias.dtype != ctx.bias_dtype:
         dbias = dbias.to(ctx.bias_dtype)
-    dmass = dmass.to(given_mass.dtype) if dmass is not None and needs_mass else None
+    dmass = dmass.view(given_mass.shape).to(given_mass.dtype) if dmass is not None and needs_mass else None
     return dx, dweight, dbias, dgain, dmass, None
 
 
@@ -228,69 +217,94 @@ def _composed_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return named.get("x"), named.get("weight"), dbias, named.get("gain"), named.get("mass"), None
 
 
-class _RowView(NamedTuple):
-    """How a weight becomes a matrix (groups, D / groups, n) with a row for each output kernel, and a mass a row of it.
+class _Kernels(NamedTuple):
+    """A weight as output kernels (D, C / groups, *kernel), dense in memory and in at least float32.
 
-    A weight in channels_last format is read in its own order, so that no element moves.
+    Its rows are these kernels in the order of memory, a matrix (D, n), or (groups, D / groups, n) where there is more
+    than one group. So nothing is moved for a weight in channels_last format. Masses become rows in the same order.
     """
 
-    geometry: Geometry
+    values: Tensor
+    groups: int
+    transposed: bool
     channels_last: bool
-    shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, weight: Tensor, geometry: Geometry) -> _RowView:
-        last = weight.dim() > 2 and not geometry.transposed and weight.stride(1) == 1 and not weight.is_contiguous()
-        shape = tuple(by_output(weight, geometry.groups, geometry.transposed).shape)
-        return cls(geometry, last, (*shape[:2], *shape[3:], shape[2]) if last else shape)
+    def of(cls, weight: Tensor, geometry: Geometry) -> _Kernels:
+        values = weight
+        if geometry.transposed:
+            values = by_output(weight, geometry.groups, True).flatten(0, 1)
+        if values.dtype in (torch.float16, torch.bfloat16):
+            values = values.float()
+        channels_last = False
+        if not values.is_contiguous():
+            axes = values.dim() - 2
+            channels_last = axes in _CHANNELS_LAST and values.is_contiguous(memory_format=_CHANNELS_LAST[axes])
+            values = values if channels_last else values.contiguous()
+        return cls(values, geometry.groups, geometry.transposed, channels_last)
 
-    def rows(self, weight: Tensor) -> Tensor:
-        kernels = by_output(weight, self.geometry.groups, self.geometry.transposed)
-        if self.channels_last:
-            kernels = kernels.movedim(2, -1)
-        return kernels.flatten(2).to(torch.promote_types(weight.dtype, torch.float32))
+    def like(self, gradient: Tensor) -> Tensor:
+        """A gradient of the weight, as kernels in the same order and precision."""
+        if self.transposed:
+            gradient = by_output(gradient, self.groups, True).flatten(0, 1)
+        if gradient.stride() == self.values.stride() and gradient.dtype == self.values.dtype:
+            return gradient
+        return torch.empty_like(self.values).copy_(gradient)
+
+    def rows(self, kernels: Tensor) -> Tensor:
+        outputs = kernels.shape[0]
+        terms = kernels.numel() // outputs
+        if self.groups == 1:
+            return kernels.as_strided((outputs, terms), (terms, 1))
+        rows = outputs // self.groups
+        return kernels.as_strided((self.groups, rows, terms), (rows * terms, terms, 1))
 
     def weight(self, rows: Tensor) -> Tensor:
-        kernels = rows.view(self.shape)
-        if self.channels_last:
-            kernels = kernels.movedim(-1, 2)
-        return from_by_output(kernels, self.geometry.transposed)
+        """Rows as a weight again."""
+        kernels = rows.as_strided(self.values.shape, self.values.stride())
+        if not self.transposed:
+            return kernels
+        shape = kernels.shape
+        return from_by_output(kernels.view(self.groups, shape[0] // self.groups, *shape[1:]), True)
 
     def row(self, mass: Tensor) -> Tensor:
-        groups, axes = self.geometry.groups, len(self.geometry.kernel)
-        m = mass.view(groups, mass.shape[1] // groups, *mass.shape[2:]).expand(-1, -1, *self.geometry.kernel)
+        """A mass (1, C, ...), as a row for each group that goes with the rows of the weight."""
+        inputs, taps = self._inputs_and_taps()
+        leading = () if self.groups == 1 else (self.groups,)
+        if mass.numel() == inputs * taps * self.groups:  # each tap its own
+            row = mass.view(*leading, inputs, taps)
+            return (row.mT if self.channels_last else row).reshape(*leading, 1, -1)
         if self.channels_last:
-            m = m.movedim(1, -1)
-        return m.reshape(groups, -1) if axes else m
+            return torch.cat([mass.view(*leading, 1, inputs)] * taps, -1)  # as repeat(), in a quarter of the time
+        return mass.view(*leading, inputs, 1).expand(*leading, inputs, taps).reshape(*leading, 1, -1)
 
-    def mass(self, row: Tensor, like: Tensor) -> Tensor:
-        m = row.view(-1, *self.shape[2:])
+    def mass(self, row: Tensor, kind: MassKind) -> Tensor:
+        """The adjoint of :meth:`row`, without its shape: sums over the taps that share a mass."""
+        inputs, taps = self._inputs_and_taps()
         if self.channels_last:
-            m = m.movedim(-1, 1)
-        return m.sum_to_size(m.shape[0], m.shape[1], *like.shape[2:]).reshape(like.shape)
+            by_tap = row.view(*row.shape[:-2], taps, inputs)
+            return by_tap.mT.reshape(row.shape) if kind == "position" else by_tap.sum(-2)
+        return row if kind == "position" else row.view(*row.shape[:-2], inputs, taps).sum(-1)
+
+    def _inputs_and_taps(self) -> tuple[int, int]:
+        return self.values.shape[1], math.prod(self.values.shape[2:])
 
 
-def _row_sums(matrix: Tensor, row: Tensor) -> Tensor:
-    """For each row of each group of ``matrix`` (groups, D / groups, n), its product with ``row`` (groups, n)."""
-    if matrix.shape[0] == 1:
-        return torch.mv(matrix[0], row[0]).unsqueeze(0)
-    return (matrix * row.unsqueeze(1)).sum(-1)
-
-
-def _column_sums(matrix: Tensor, column: Tensor) -> Tensor:
-    """For each column of each group of ``matrix`` (groups, D / groups, n), its product with ``column``."""
-    if matrix.shape[0] == 1:
-        return torch.mv(matrix[0].t(), column[0]).unsqueeze(0)
-    return (matrix * column.unsqueeze(-1)).sum(1)
+_CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 
 def _sum_over_batch(x: Tensor) -> Tensor:
-    """``x`` (N, C, *in) summed to (1, C, *in), in at least float32. Summing a flat view is the fastest on CPU."""
+    """``x`` (N, C, *in) summed to (1, C, *in), in at least float32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    if x.dim() > 2 and x.stride(1) == 1 and not x.is_contiguous():
-        last = x.movedim(1, -1)
-        return last.flatten(1).sum(0, dtype=dtype).view(1, *last.shape[1:]).movedim(-1, 1)
-    return x.flatten(1).sum(0, dtype=dtype).view(1, *x.shape[1:])
+    if x.dim() == 4 and x.stride(1) == 1 and x.is_contiguous(memory_format=torch.channels_last):
+        # In this format the sum over a flat view takes an eighth of the time.
+        n, c, h, w = x.shape
+        return (
+            x.as_strided((n, c * h * w), (c * h * w, 1))
+            .sum(0, dtype=dtype)
+            .as_strided((1, c, h, w), (c * h * w, 1, w * c, c))
+        )
+    return x.sum(0, keepdim=True, dtype=dtype)
 
 
 def _bias_gradient(dy: Tensor, geometry: Geometry) -> Tensor:
@@ -307,9 +321,7 @@ def _weight_gradient(
     _, dweight, dbias = torch.ops.aten.convolution_backward(
         dy,
         x,
-        weight
-        if weight.dtype == x.dtype
-        else torch.empty_like(weight, dtype=x.dtype),  # of interest for its shape only
+        weight if weight.dtype == x.dtype else torch.empty_like(weight, dtype=x.dtype),  # only its shape matters
         [dy.shape[1]] if needs_bias else None,
         geometry.stride,
         [before for before, _ in geometry.padding],
@@ -322,47 +334,47 @@ def _weight_gradient(
     return dweight, dbias
 
 
-def _input_gradient(dy: Tensor, effective: Tensor, x: Tensor, geometry: Geometry, constant: Tensor | None) -> Tensor:
-    """The gradient of a convolution's input, plus a constant for each channel: as the adjoint's bias it is free."""
+def _input_gradient(dy: Tensor, effective: Tensor, x: Tensor, plan: Plan, dmass: Tensor | None) -> Tensor:
+    """The gradient of the input, by way of the convolution and, with ``dmass``, of the mass that was taken from it."""
+    geometry = plan.geometry
+    counted = leading(x, plan.stats_fraction).shape[0]
+    if dmass is None or counted == 0:
+        return _adjoint(dy, effective, x, geometry, None)
+    size = x.shape[2:]
+    if plan.mass == "position":
+        per_input = dmass.view(1, -1, *geometry.kernel) / (counted * math.prod(geometry.output_size(size)))
+        field = geometry.spread(per_input, size)
+        if dy.dim() == 4 and dy.stride(1) == 1:
+            field = field.contiguous(memory_format=torch.channels_last)
+    else:
+        samples = counted if geometry.kernel else counted * math.prod(x.shape[1:-1])
+        field = dmass.flatten() / (samples * geometry.channel_count(size if geometry.kernel else ()))
+        if counted == x.shape[0] and geometry.kernel and dy.dim() > 2 and dy.stride(1) == 1:
+            # A bias of the adjoint convolution is free in channels_last format, and dear in the other.
+            return _adjoint(dy, effective, x, geometry, field.to(x.dtype))
+        field = field.view(-1, *(1,) * len(geometry.kernel))
+    dx = _adjoint(dy, effective, x, geometry, None)
+    leading(dx, plan.stats_fraction).add_(field)
+    return dx
+
+
+def _adjoint(dy: Tensor, effective: Tensor, x: Tensor, geometry: Geometry, bias: Tensor | None) -> Tensor:
+    """The gradient of a convolution's input, plus ``bias`` for each channel."""
     if not geometry.kernel:
-        dx = dy @ effective
-        return dx if constant is None else dx.add_(constant)
+        return dy @ effective
     axes, size = len(geometry.kernel), x.shape[2:]
     padding = [before for before, _ in geometry.padding]
     if geometry.transposed:
-        dx = CONV[axes - 1](dy, effective, constant, geometry.stride, padding, geometry.dilation, geometry.groups)
+        dx = CONV[axes - 1](dy, effective, bias, geometry.stride, padding, geometry.dilation, geometry.groups)
         for axis, n in enumerate(size, start=2):  # output_padding beyond the stride leaves positions without an input
             dx = dx.narrow(axis, 0, n)
         return dx
-    smallest = [
-        (n - 1) * s - 2 * p + d * (k - 1) + 1
-        for n, s, p, d, k in zip(
-            dy.shape[2:], geometry.stride, padding, geometry.dilation, geometry.kernel, strict=True
+    missing = [
+        n - ((out - 1) * s - 2 * p + d * (k - 1) + 1)
+        for n, out, s, p, d, k in zip(
+            size, dy.shape[2:], geometry.stride, padding, geometry.dilation, geometry.kernel, strict=True
         )
     ]
-    missing = [n - least for n, least in zip(size, smallest, strict=True)]
     return CONV_TRANSPOSE[axes - 1](
-        dy, effective, constant, geometry.stride, padding, missing, geometry.groups, geometry.dilation
+        dy, effective, bias, geometry.stride, padding, missing, geometry.groups, geometry.dilation
     )
-
-
-def _input_gradient_through_mass(dy: Tensor, effective: Tensor, x: Tensor, plan: Plan, dmass: Tensor | None) -> Tensor:
-    """The gradient of the input of a convolution whose weight was balanced for that input."""
-    geometry = plan.geometry
-    assert dmass is not None
-    counted = leading(x, plan.stats_fraction)
-    if counted.shape[0] == 0:
-        return _input_gradient(dy, effective, x, geometry, None)
-    if plan.mass == "channel":
-        elements = counted[..., 0] if not geometry.kernel else counted[:, 0]
-        count = elements.numel() if not geometry.kernel else counted.shape[0] * geometry.channel_count(x.shape[2:])
-        constant = (dmass / count).flatten().to(x.dtype)
-        if counted.shape[0] == x.shape[0]:
-            return _input_gradient(dy, effective, x, geometry, constant)
-        field = constant if not geometry.kernel else constant.view(-1, *(1,) * len(geometry.kernel))
-    else:
-        per_element = dmass / (counted.shape[0] * math.prod(geometry.output_size(x.shape[2:])))
-        field = geometry.spread(per_element, x.shape[2:]).to(x.dtype)
-    dx = _input_gradient(dy, effective, x, geometry, None)
-    leading(dx, plan.stats_fraction).add_(field)
-    return dx

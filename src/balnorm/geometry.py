@@ -61,36 +61,35 @@ class Geometry(NamedTuple):
         """For each tap of the kernel, the sum of the inputs that it multiplies: (1, C, *in) to (1, C, *kernel)."""
         if self.pads_beforehand:
             return self.padded().gather(self.pad(field))
-        # One axis at a time: the first spatial axis goes, an axis of the kernel comes last.
-        for taps in self._taps(field.shape[2:]):
-            field = torch.stack([field[:, :, tap].sum(2) for tap in taps], dim=-1)
+        for meetings in self._meetings(field.shape[2:], field):
+            field = field.movedim(2, -1) @ meetings.mT  # the first spatial axis goes, an axis of the kernel comes last
         return field
 
     def spread(self, kernel: Tensor, size: Sequence[int]) -> Tensor:
         """The adjoint of :meth:`gather`, (1, C, *kernel) to (1, C, *in), of a geometry that does not pad beforehand."""
-        for taps, n in zip(reversed(self._taps(size)), reversed(size), strict=True):
-            field = kernel.new_zeros(*kernel.shape[:2], n, *kernel.shape[2:-1])
-            for tap, values in zip(taps, kernel.unbind(-1), strict=True):
-                field[:, :, tap] += values.unsqueeze(2)
-            kernel = field
+        for meetings in reversed(self._meetings(size, kernel)):
+            kernel = (kernel @ meetings).movedim(-1, 2)
         return kernel
 
-    def _taps(self, size: Sequence[int]) -> list[list[slice]]:
-        """For each axis, the inputs that each tap of the kernel multiplies."""
-        axes = zip(size, self.output_size(size), self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        return [[self._tap(n, out, s, j * d - p[0]) for j in range(k)] for n, out, k, s, p, d in axes]
+    def _meetings(self, size: Sequence[int], like: Tensor) -> list[Tensor]:
+        """For each spatial axis, a matrix that is 1 where a tap (row) multiplies an input (column)."""
+        sides = zip(size, self.output_size(size), self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        axes = [(n, out, k, s, p[0], d) for n, out, k, s, p, d in sides]
+        if all(axis == axes[0] for axis in axes):  # a square image under a square kernel
+            return [self._meeting(axes[0], like)] * len(axes)
+        return [self._meeting(axis, like) for axis in axes]
 
-    def _tap(self, size: int, out: int, stride: int, offset: int) -> slice:
-        # The input and output positions that meet at this tap: fine = coarse * stride + offset, with the input the fine
-        # one in a convolution and the coarse one in a transposed convolution.
-        fine, coarse = (out, size) if self.transposed else (size, out)
-        first = max(0, -(offset // stride))
-        last = min(coarse - 1, (fine - 1 - offset) // stride)
-        if last < first:
-            return slice(0, 0)
+    def _meeting(self, axis: tuple[int, int, int, int, int, int], like: Tensor) -> Tensor:
+        n, out, k, s, p, d = axis
+        if s == d == 1 and not self.transposed:  # the usual case, in fewer steps: 0 <= input - tap + p < out
+            return torch.ones(k, n, dtype=like.dtype, device=like.device).triu_(-p).tril_(out - 1 - p)
+        inputs = torch.arange(n, device=like.device)
+        taps = torch.arange(0, k * d, d, device=like.device).unsqueeze(1)
         if self.transposed:
-            return slice(first, last + 1)
-        return slice(first * stride + offset, last * stride + offset + 1, stride)
+            outputs = inputs * s + taps - p
+            return ((outputs >= 0) & (outputs < out)).to(like.dtype)
+        outputs = inputs - taps + p  # times the stride
+        return ((outputs >= 0) & (outputs < out * s) & (outputs % s == 0)).to(like.dtype)
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.kernel:
