@@ -124,6 +124,8 @@ def test_batches_of_none_and_one(name, mass, one_pass, dtype, batch):
 @pytest.mark.parametrize("of_input", [1e-30, 1.0, 1e30])
 @pytest.mark.parametrize("of_weight", [1e-30, 1.0, 1e30])
 def test_magnitudes(name, mass, one_pass, dtype, of_input, of_weight):
+    if of_input * of_weight > 1e38:
+        pytest.skip("their product, which the gradient of the weight is made of, is beyond float32's range")
     layer = CASES[name].build(mass=mass, one_pass=one_pass, dtype=dtype)
     with torch.no_grad():
         layer.weight *= of_weight

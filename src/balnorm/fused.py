@@ -35,7 +35,7 @@ from balnorm.composed import (
     rounding_error,
     saturate,
 )
-from balnorm.geometry import CONV, CONV_TRANSPOSE, Geometry
+from balnorm.geometry import Geometry
 
 __all__ = ["Plan", "fused_conv"]
 
@@ -148,48 +148,41 @@ def _scaled(w: Tensor, mean: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, gain, given_mass, *saved = ctx.saved_tensors
     vectors, plan = _Vectors(*saved), ctx.plan
-    geometry: Geometry = plan.geometry
+    share, total, mean, positive, inverse_spread, scale = vectors
     needs_x, needs_weight, needs_bias, needs_gain, needs_mass, _ = ctx.needs_input_grad
     through_mass = needs_mass or (needs_x and not ctx.mass_is_given)
+    needs_g = needs_weight or needs_gain or through_mass
 
-    dx = dweight = dbias = dgain = dmass = effective = None
-    kernels = _Kernels.of(weight, geometry)
-    w, mean, scale = kernels.rows(kernels.values), vectors.mean, vectors.scale
-    gains = None if gain is None else gain.view_as(scale)
-    if needs_weight or needs_gain or through_mass:
-        g, dbias = _weight_gradient(dy, x, weight, geometry, needs_bias)
+    kernels = _Kernels.of(weight, plan.geometry)
+    w = kernels.rows(kernels.values)
+    sigma = scale if gain is None else scale * gain.view_as(scale)
+    scratch = _scaled(w, mean, sigma, out=torch.empty_like(w))
+    effective = saturate(kernels.weight(scratch), x.dtype)
+    dx, g, dbias = _convolution_backward(dy, x, effective, plan.geometry, [needs_x, needs_g, needs_bias])
+    dweight = dgain = dmass = None
+    if needs_g:
         g = kernels.rows(kernels.like(g))
-        effective = _scaled(w, mean, scale, out=torch.empty_like(w))
-        scratch = g * effective
-        t = scratch.sum(-1, keepdim=True)
-        sigma = scale
-        if gains is not None:
-            dgain = t.view(-1).to(gain.dtype) if needs_gain else None
-            t, sigma = t * gains, scale * gains
-        u = t * vectors.inverse_spread
-        db = (g.sum(-1, keepdim=True) * sigma).addcmul_(u, vectors.positive, value=-1.0)
-        mask = torch.gt(w, 0 if plan.one_pass else mean, out=scratch)
-        q = mask.mul_(u).add_(db)
-        if through_mass:
-            columns = (mean.mT @ q).sub_((w * q).sum(-2, keepdim=True))
-            dmass = kernels.mass(columns.div_(vectors.total).nan_to_num_(), plan.mass)  # 0 / 0 without mass
+        g_sum = g.sum(-1, keepdim=True)
+        t = torch.mul(g, w, out=scratch).sum(-1, keepdim=True).addcmul_(g_sum, mean, value=-1.0)
+        dgain = (t * scale).view_as(gain) if needs_gain else None
+        u = t.mul_(sigma).mul_(inverse_spread)
+        db = g_sum.mul_(sigma).addcmul_(u, positive, value=-1.0)
+        q = torch.gt(w, 0 if plan.one_pass else mean, out=scratch).mul_(u).add_(db)
         if needs_weight:
-            g.mul_(sigma).addcmul_(q, vectors.share, value=-1.0)
-            dweight = kernels.weight(g)
-            dweight = dweight if dweight.dtype == weight.dtype else dweight.to(weight.dtype)
-    elif needs_bias:
-        dbias = _bias_gradient(dy, geometry)
-    if needs_x:
-        if effective is None:
-            effective = _scaled(w, mean, scale, out=torch.empty_like(w))
-        if gains is not None:
-            effective.mul_(gains)
-        effective = saturate(kernels.weight(effective), x.dtype)
-        dx = _input_gradient(dy, effective, x, plan, None if ctx.mass_is_given else dmass)
-    if dbias is not None and dbias.dtype != ctx.bias_dtype:
-        dbias = dbias.to(ctx.bias_dtype)
-    dmass = dmass.view(given_mass.shape).to(given_mass.dtype) if dmass is not None and needs_mass else None
-    return dx, dweight, dbias, dgain, dmass, None
+            dweight = kernels.weight(g.mul_(sigma).addcmul_(q, share, value=-1.0))
+        if through_mass:
+            columns = (mean.mT @ q).sub_(q.mul_(w).sum(-2, keepdim=True))
+            dmass = kernels.mass(columns.div_(total).nan_to_num_(), plan.mass)  # 0 / 0 without mass
+    if dx is not None and dmass is not None and not ctx.mass_is_given:
+        _add_mass_gradient(dx, dmass, plan)
+    return (
+        dx,
+        _to(dweight, weight),
+        None if dbias is None else dbias.to(ctx.bias_dtype),
+        _to(dgain, gain),
+        _to(dmass.view_as(given_mass), given_mass) if dmass is not None and needs_mass else None,
+        None,
+    )
 
 
 def _composed_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -311,70 +304,47 @@ def _bias_gradient(dy: Tensor, geometry: Geometry) -> Tensor:
     return dy.flatten(0, -2).sum(0) if not geometry.kernel else dy.sum([0, *range(2, dy.dim())])
 
 
-def _weight_gradient(
-    dy: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, needs_bias: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the effective weight and of the bias."""
+def _convolution_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, needs: list[bool]
+) -> tuple[Tensor | None, Any, Tensor | None]:
+    """The gradients of input, weight and bias of a plain convolution or linear map, where they are needed."""
     if not geometry.kernel:
-        dy, x = dy.flatten(0, -2), x.flatten(0, -2)
-        return dy.t() @ x, _bias_gradient(dy, geometry) if needs_bias else None
-    _, dweight, dbias = torch.ops.aten.convolution_backward(
+        needs_x, needs_weight, needs_bias = needs
+        dweight = dy.flatten(0, -2).t() @ x.flatten(0, -2) if needs_weight else None
+        return dy @ weight if needs_x else None, dweight, _bias_gradient(dy, geometry) if needs_bias else None
+    return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
         dy,
         x,
-        weight if weight.dtype == x.dtype else torch.empty_like(weight, dtype=x.dtype),  # only its shape matters
-        [dy.shape[1]] if needs_bias else None,
+        weight,
+        [dy.shape[1]],
         geometry.stride,
         [before for before, _ in geometry.padding],
         geometry.dilation,
         geometry.transposed,
         geometry.output_padding,
         geometry.groups,
-        [False, True, needs_bias],
+        needs,
     )
-    return dweight, dbias
 
 
-def _input_gradient(dy: Tensor, effective: Tensor, x: Tensor, plan: Plan, dmass: Tensor | None) -> Tensor:
-    """The gradient of the input, by way of the convolution and, with ``dmass``, of the mass that was taken from it."""
+def _add_mass_gradient(dx: Tensor, dmass: Tensor, plan: Plan) -> None:
+    """Add to the gradient of the input what comes by way of its mass: the same for every sample that was counted."""
     geometry = plan.geometry
-    counted = leading(x, plan.stats_fraction).shape[0]
-    if dmass is None or counted == 0:
-        return _adjoint(dy, effective, x, geometry, None)
-    size = x.shape[2:]
-    if plan.mass == "position":
-        per_input = dmass.view(1, -1, *geometry.kernel) / (counted * math.prod(geometry.output_size(size)))
-        field = geometry.spread(per_input, size)
-        if dy.dim() == 4 and dy.stride(1) == 1:
-            field = field.contiguous(memory_format=torch.channels_last)
-    else:
-        samples = counted if geometry.kernel else counted * math.prod(x.shape[1:-1])
-        field = dmass.flatten() / (samples * geometry.channel_count(size if geometry.kernel else ()))
-        if counted == x.shape[0] and geometry.kernel and dy.dim() > 2 and dy.stride(1) == 1:
-            # A bias of the adjoint convolution is free in channels_last format, and dear in the other.
-            return _adjoint(dy, effective, x, geometry, field.to(x.dtype))
-        field = field.view(-1, *(1,) * len(geometry.kernel))
-    dx = _adjoint(dy, effective, x, geometry, None)
-    leading(dx, plan.stats_fraction).add_(field)
-    return dx
-
-
-def _adjoint(dy: Tensor, effective: Tensor, x: Tensor, geometry: Geometry, bias: Tensor | None) -> Tensor:
-    """The gradient of a convolution's input, plus ``bias`` for each channel."""
+    counted = leading(dx, plan.stats_fraction)
+    samples, size = counted.shape[0], counted.shape[2:]
+    if samples == 0:
+        return
     if not geometry.kernel:
-        return dy @ effective
-    axes, size = len(geometry.kernel), x.shape[2:]
-    padding = [before for before, _ in geometry.padding]
-    if geometry.transposed:
-        dx = CONV[axes - 1](dy, effective, bias, geometry.stride, padding, geometry.dilation, geometry.groups)
-        for axis, n in enumerate(size, start=2):  # output_padding beyond the stride leaves positions without an input
-            dx = dx.narrow(axis, 0, n)
-        return dx
-    missing = [
-        n - ((out - 1) * s - 2 * p + d * (k - 1) + 1)
-        for n, out, s, p, d, k in zip(
-            size, dy.shape[2:], geometry.stride, padding, geometry.dilation, geometry.kernel, strict=True
-        )
-    ]
-    return CONV_TRANSPOSE[axes - 1](
-        dy, effective, bias, geometry.stride, padding, missing, geometry.groups, geometry.dilation
-    )
+        counted.add_(dmass.view(-1) / math.prod(counted.shape[:-1]))
+    elif plan.mass == "channel":
+        counted.add_(dmass.view(-1, *(1,) * len(size)) / (samples * geometry.channel_count(size)))
+    else:
+        per_input = dmass.view(1, -1, *geometry.kernel) / (samples * math.prod(geometry.output_size(size)))
+        field = geometry.spread(per_input, size)
+        if counted.dim() == 4 and counted.stride(1) == 1:
+            field = field.contiguous(memory_format=torch.channels_last)
+        counted.add_(field)
+
+
+def _to(gradient: Tensor | None, like: Tensor) -> Tensor | None:
+    return gradient if gradient is None or gradient.dtype == like.dtype else gradient.to(like.dtype)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["CONV", "CONV_TRANSPOSE", "Geometry", "geometry_of", "per_axis"]
+__all__ = ["Geometry", "geometry_of", "per_axis"]
 
 
 class Geometry(NamedTuple):
@@ -99,14 +99,14 @@ class Geometry(NamedTuple):
         axes = len(self.kernel) - 1
         padding = tuple(before for before, _ in self.padding)
         if self.transposed:
-            return CONV_TRANSPOSE[axes](
+            return _CONV_TRANSPOSE[axes](
                 x, weight, bias, self.stride, padding, self.output_padding, self.groups, self.dilation
             )
-        return CONV[axes](x, weight, bias, self.stride, padding, self.dilation, self.groups)
+        return _CONV[axes](x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
 
-CONV: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
-CONV_TRANSPOSE: tuple[Callable[..., Tensor], ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+_CONV: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
+_CONV_TRANSPOSE: tuple[Callable[..., Tensor], ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
 def geometry_of(
