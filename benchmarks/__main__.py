@@ -1,0 +1,258 @@
+"""``python -m benchmarks``: measure everything, and write it to benchmarks/results as Markdown of today's date.
+
+``python -m benchmarks networks memory`` measures only these parts; the parts are the functions in PARTS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import platform
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from balnorm import BalNormConv2d
+from benchmarks.measure import interleaved, peak_memory_of_step, ratio, saved_bytes, training_step
+from benchmarks.networks import METHODS, NETWORKS
+
+RESULTS = Path(__file__).parent / "results"
+LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
+Step = Callable[[], None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"what to measure: {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--rounds", type=int, default=21, help="interleaved rounds of each comparison (default: 21)")
+    arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error(f"--rounds must be at least 2, for quartiles, got {arguments.rounds}")
+    unknown = set(arguments.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
+
+    today = dt.date.today().isoformat()
+    name = "-".join([today, *arguments.parts])
+    page = RESULTS / f"{name}.md"
+    text = f"# Benchmarks, {today}\n\n{machine()}\n"
+    for part in arguments.parts or PARTS:
+        print(f"\n--- {part}", flush=True)
+        for line in PARTS[part](arguments.rounds):
+            print(line, flush=True)
+            text += line + "\n"
+        text += "\n"
+    RESULTS.mkdir(exist_ok=True)
+    page.write_text(text)
+    print(f"\nwritten to {page}")
+
+
+def machine() -> str:
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    return (
+        f"{model}, {torch.get_num_threads()} threads; {platform.platform()}; Python {platform.python_version()}, "
+        f"torch {torch.__version__}. float32 throughout. A step is a forward and a backward pass. Ratios are taken round "
+        "by round of one interleaved run (A, B, C, A, B, C, ...): median [quartiles]; n is the number of rounds."
+    )
+
+
+def in_layout(model: nn.Module, shape: tuple[int, ...], layout: str) -> tuple[nn.Module, torch.Tensor]:
+    return model.to(memory_format=LAYOUTS[layout]), torch.rand(shape).contiguous(memory_format=LAYOUTS[layout])
+
+
+def better_layout(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> str:
+    """The memory format in which a model trains faster."""
+    times = interleaved({layout: training_step(*in_layout(build(), shape, layout)) for layout in LAYOUTS}, 3, warmup=1)
+    return min(times, key=lambda layout: statistics.median(times[layout]))
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> Iterable[str]:
+    header = list(header)
+    yield "| " + " | ".join(header) + " |"
+    yield "|---" * len(header) + "|"
+    for row in rows:
+        yield "| " + " | ".join(map(str, row)) + " |"
+
+
+def spread(times: list[float], base: list[float]) -> str:
+    middle, low, high = ratio(times, base)
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def networks(rounds: int) -> Iterable[str]:
+    """Training steps of whole networks, eager."""
+    yield "## Networks, eager"
+    for name, network in NETWORKS.items():
+        shape = (network.batch, 3, network.size, network.size)
+        steps: dict[str, Step] = {}
+        layouts, saved = {}, {}
+        for method in METHODS:
+            torch.manual_seed(0)
+            layouts[method] = better_layout(lambda: network.build(METHODS[method]), shape)  # noqa: B023
+            model, x = in_layout(network.build(METHODS[method]), shape, layouts[method])
+            saved[method] = saved_bytes(model, x)
+            steps[method] = training_step(model, x)
+        n = rounds if network.size < 64 else max(5, rounds // 2)
+        times = interleaved(steps, n)
+        yield f"\n### {name} (n = {n})\n"
+        yield from table(
+            [
+                "method",
+                "layout",
+                "ms",
+                "time / none",
+                "time / batchnorm",
+                "saved MiB",
+                "saved / none",
+                "saved / batchnorm",
+            ],
+            [
+                [
+                    method,
+                    layouts[method],
+                    f"{1e3 * statistics.median(times[method]):.0f}",
+                    spread(times[method], times["none"]),
+                    spread(times[method], times["batchnorm"]),
+                    f"{saved[method] / 2**20:.1f}",
+                    f"{saved[method] / saved['none']:.2f}",
+                    f"{saved[method] / saved['batchnorm']:.2f}",
+                ]
+                for method in METHODS
+            ],
+        )
+
+
+def compiled(rounds: int) -> Iterable[str]:
+    """Training steps of whole networks under torch.compile."""
+    yield "## Networks, torch.compile"
+    for name in list(NETWORKS)[:2]:
+        network = NETWORKS[name]
+        shape = (network.batch, 3, network.size, network.size)
+        steps: dict[str, Step] = {}
+        for method in ("none", "batchnorm", "balnorm channel", "balnorm position"):
+            torch._dynamo.reset()
+            model, x = in_layout(network.build(METHODS[method]), shape, "channels_last")
+            steps[method] = training_step(torch.compile(model, fullgraph=True), x)  # type: ignore[arg-type]
+            steps[method]()
+        times = interleaved(steps, rounds)
+        yield f"\n### {name}, channels_last (n = {rounds})\n"
+        yield from table(
+            ["method", "ms", "time / none", "time / batchnorm"],
+            [
+                [
+                    method,
+                    f"{1e3 * statistics.median(times[method]):.0f}",
+                    spread(times[method], times["none"]),
+                    spread(times[method], times["batchnorm"]),
+                ]
+                for method in steps
+            ],
+        )
+
+
+def growth(rounds: int) -> Iterable[str]:
+    """How the cost of one layer grows with batch, width, kernel and image."""
+    yield "## One layer: how cost grows\n"
+    yield f"A 3x3 convolution, 64 to 64 channels, 32x32 images, batch 32, but for what the row changes (n = {rounds})."
+    default = {"batch": 32, "width": 64, "kernel": 3, "image": 32}
+    changes = {
+        "batch": (1, 4, 16, 64, 256),
+        "width": (16, 64, 256, 512),
+        "kernel": (1, 3, 5, 7),
+        "image": (8, 16, 32, 64, 112, 224),
+    }
+    rows = []
+    for what, values in changes.items():
+        for value in values:
+            spec = {**default, what: value}
+            if what == "width":
+                spec["image"] = 16
+            if what == "image" and value > 64:
+                spec["batch"] = 4
+            rows.append(
+                [f"{what} {value}", *one_layer(spec["batch"], spec["width"], spec["kernel"], spec["image"], rounds)]
+            )
+    yield "(Rows of width have 16x16 images; rows of images above 64x64 have batch 4.)\n"
+    yield from table(["", "none, ms", "batchnorm / none", "balnorm / none", "position / channel"], rows)
+
+
+def one_layer(batch: int, width: int, kernel: int, image: int, rounds: int) -> list[str]:
+    steps = {}
+    for method in ("none", "batchnorm", "balnorm channel", "balnorm position"):
+        conv, norm = METHODS[method]
+        # the leading ReLU stands for the layer before: its output needs a gradient, as in a network
+        layer = nn.Sequential(Scale(), nn.ReLU(), conv(width, width, kernel, padding=kernel // 2), norm(width))
+        steps[method] = training_step(*in_layout(layer, (batch, width, image, image), "channels_last"))
+    times = interleaved(steps, rounds)
+    return [
+        f"{1e3 * statistics.median(times['none']):.1f}",
+        spread(times["batchnorm"], times["none"]),
+        spread(times["balnorm channel"], times["none"]),
+        spread(times["balnorm position"], times["balnorm channel"]),
+    ]
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def inference(rounds: int) -> Iterable[str]:
+    """A folded layer against a plain convolution."""
+    yield "## Inference\n"
+    x = torch.rand(32, 64, 32, 32).contiguous(memory_format=torch.channels_last)
+    layer = BalNormConv2d(64, 64, 3, padding=1).to(memory_format=torch.channels_last).eval()
+    layers = {"plain": nn.Conv2d(64, 64, 3, padding=1).to(memory_format=torch.channels_last), "folded": layer.fuse()}
+    layers["not folded"] = layer
+
+    def forward(module: nn.Module) -> Step:
+        def step() -> None:
+            with torch.inference_mode():
+                module(x)
+
+        return step
+
+    times = interleaved({name: forward(module) for name, module in layers.items()}, 5 * rounds)
+    yield f"One layer, 3x3, 64 to 64 channels, 32x32 images, batch 32, channels_last (n = {5 * rounds}).\n"
+    yield from table(
+        ["layer", "time / plain convolution"],
+        [[name, spread(times[name], times["plain"])] for name in ("folded", "not folded")],
+    )
+
+
+def memory(rounds: int) -> Iterable[str]:  # noqa: ARG001
+    """Peak resident memory of a training step in a fresh process."""
+    name, batch = "ResNet-50, 224x224, batch 4", 16
+    peaks = {method: peak_memory_of_step(name, method, batch) for method in METHODS}
+    yield "## Peak memory\n"
+    yield f"ResNet-50, 224x224, batch {batch}, channels_last: what two training steps add to the resident memory of a"
+    yield "fresh process that holds the model and the batch (gradients included; one process for each row).\n"
+    yield from table(
+        ["method", "MiB", "/ none", "/ batchnorm"],
+        [
+            [method, f"{peak / 2**20:.0f}", f"{peak / peaks['none']:.2f}", f"{peak / peaks['batchnorm']:.2f}"]
+            for method, peak in peaks.items()
+        ],
+    )
+
+
+PARTS: dict[str, Callable[[int], Iterable[str]]] = {
+    "networks": networks,
+    "memory": memory,
+    "growth": growth,
+    "inference": inference,
+    "compiled": compiled,
+}
+
+if __name__ == "__main__":
+    main()
