@@ -28,7 +28,6 @@ __all__ = [
     "full_precision",
     "leading",
     "mass_of_sums",
-    "present",
     "rounding_error",
     "saturate",
 ]
@@ -87,7 +86,7 @@ def balance(
     # w'' is homogeneous of degree -1 in m and of degree 0 in w. So m is measured in units of its own size, and the
     # denominator in units of its own, both as constants: nothing overflows for inputs or weights of any magnitude.
     size = m.detach().abs().sum(per_output, keepdim=True)
-    alive = present(m.detach().sum(per_output, keepdim=True), size, w[0, 0].numel())
+    alive = _present(m.detach().sum(per_output, keepdim=True), size, w[0, 0].numel())
     size = torch.where(alive, size, 1.0)
     m = torch.where(alive, m, 0.0) / size
     total = m.sum(per_output, keepdim=True)
@@ -179,7 +178,7 @@ def from_by_output(weight: Tensor, transposed: bool) -> Tensor:
     return (weight.transpose(1, 2) if transposed else weight).flatten(0, 1)
 
 
-def present(total: Tensor, size: Tensor, terms: int) -> Tensor:
+def _present(total: Tensor, size: Tensor, terms: int) -> Tensor:
     """Whether masses of this total and this sum of magnitudes can be balanced: false also for infinity and NaN."""
     limits = torch.finfo(total.dtype)
     return total.abs() > (size * rounding_error(terms, total.dtype)).clamp(min=limits.tiny / limits.eps)

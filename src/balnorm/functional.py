@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias, TypedDict, 
 import torch
 from torch import Tensor
 
-from balnorm.composed import MASSES, MassKind, balance, batch_mass, by_output, full_precision, saturate
+from balnorm.composed import MASSES, MassKind, balance, batch_mass, full_precision, saturate
 from balnorm.fused import Plan, fused_conv
 from balnorm.geometry import Geometry, geometry_of, per_axis
 
@@ -36,7 +36,6 @@ __all__ = [
     "bal_conv_transpose3d",
     "bal_linear",
     "balance",
-    "by_output",
     "input_mass",
     "update_running_mass",
 ]

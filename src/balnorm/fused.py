@@ -146,9 +146,9 @@ def _scaled(w: Tensor, mean: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 
 
 def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, gain, given_mass, *saved = ctx.saved_tensors
-    vectors, plan = _Vectors(*saved), ctx.plan
+    x, weight, gain, given_mass, *vectors = ctx.saved_tensors
     share, total, mean, positive, inverse_spread, scale = vectors
+    plan: Plan = ctx.plan
     needs_x, needs_weight, needs_bias, needs_gain, needs_mass, _ = ctx.needs_input_grad
     through_mass = needs_mass or (needs_x and not ctx.mass_is_given)
     needs_g = needs_weight or needs_gain or through_mass
@@ -263,13 +263,13 @@ class _Kernels(NamedTuple):
     def row(self, mass: Tensor) -> Tensor:
         """A mass (1, C, ...), as a row for each group that goes with the rows of the weight."""
         inputs, taps = self._inputs_and_taps()
-        leading = () if self.groups == 1 else (self.groups,)
-        if mass.numel() == inputs * taps * self.groups:  # each tap its own
-            row = mass.view(*leading, inputs, taps)
-            return (row.mT if self.channels_last else row).reshape(*leading, 1, -1)
+        groups = () if self.groups == 1 else (self.groups,)
+        if mass.numel() == self.groups * inputs * taps:  # each tap its own
+            row = mass.view(*groups, inputs, taps)
+            return (row.mT if self.channels_last else row).reshape(*groups, 1, -1)
         if self.channels_last:
-            return torch.cat([mass.view(*leading, 1, inputs)] * taps, -1)  # as repeat(), in a quarter of the time
-        return mass.view(*leading, inputs, 1).expand(*leading, inputs, taps).reshape(*leading, 1, -1)
+            return torch.cat([mass.view(*groups, 1, inputs)] * taps, -1)  # as repeat(), in a quarter of the time
+        return mass.view(*groups, inputs, 1).expand(*groups, inputs, taps).reshape(*groups, 1, -1)
 
     def mass(self, row: Tensor, kind: MassKind) -> Tensor:
         """The adjoint of :meth:`row`, without its shape: sums over the taps that share a mass."""

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from balnorm.functional import by_output
+from balnorm.composed import by_output
 
 __all__ = ["balanced_normal_", "unit_variance_gain"]
 
