@@ -295,6 +295,8 @@ def _balanced(
     _check_mass(mass)
     x, unbatched = _batched(input, weight, geometry)
     device, composed = x.device.type, _torch_transforms_the_program()
+    if geometry.is_pointwise:
+        mass = "channel"  # which is then the same, and cheaper
     compute_dtype = weight.dtype
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         # As in torch's own layers the convolution runs in the lower precision; mass and balance do not.

@@ -30,6 +30,13 @@ class Geometry(NamedTuple):
         """Whether the padding is a step of its own, because the convolution cannot do it."""
         return self.padding_mode != "zeros" or any(before != after for before, after in self.padding)
 
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether every weight multiplies every input of its channel: a 1x1 kernel, no stride and no padding."""
+        return all(k == s == 1 for k, s in zip(self.kernel, self.stride, strict=True)) and all(
+            p == (0, 0) for p in self.padding
+        )
+
     def pad(self, x: Tensor) -> Tensor:
         """Pad the spatial axes of ``x`` (N, C, *in), the last axis first as torch wants it."""
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
