@@ -265,7 +265,7 @@ def profile(rounds: int) -> Iterable[str]:
             ["method", "calls of small operations", "their ms", "convolutions, ms", "everything else, ms"],
             rows.values(),
         )
-    yield "\nA small operation takes less than 0.1 ms on average; its time is the cost of the call, not of the arithmetic."
+    yield "\nA small operation takes less than 0.1 ms on average: mostly the cost of the call, not of the arithmetic."
 
 
 def profile_row(profiler: torch.profiler.profile, steps: int) -> list[str]:

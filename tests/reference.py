@@ -136,7 +136,7 @@ def balanced_conv(
     """
     kernel = w.shape[2:]
     met, out = meetings(x, kernel, stride, padding, dilation, mode, transposed, output_padding)
-    counted = x[: max(1, round(fraction * x.shape[0]))]
+    counted = x[: max(1, math.floor(fraction * x.shape[0] + 0.5))]  # to the nearest number of samples, halves up
     counted = counted.abs() if signed else counted
     met_counted, _ = meetings(counted, kernel, stride, padding, dilation, mode, transposed, output_padding)
     elements = counted.shape[0] * math.prod(out)

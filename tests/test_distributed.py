@@ -1,6 +1,7 @@
 """More than one process: statistics over all of them, and DDP. Two processes on gloo."""
 
 import copy
+import datetime as dt
 import functools
 import traceback
 from pathlib import Path
@@ -16,12 +17,15 @@ import balnorm.functional as BF
 from balnorm import BalNormConv2d, BalNormConvTranspose2d, BalNormLinear
 
 WORLD = 2
+TIMEOUT = dt.timedelta(seconds=60)  # a failure on one rank leaves the other waiting in a collective
 
 
 def check_all(rank, folder):
     """Run every check below in this process of two; a failure goes to a file, for the test of that name to show."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD, timeout=TIMEOUT
+    )
     for name, check in CHECKS.items():
         torch.manual_seed(0)
         try:
@@ -133,6 +137,13 @@ def synchronised_statistics_compile(rank):
     torch.testing.assert_close(model.state_dict(), eager.state_dict())
 
 
+def one_process_evaluates_alone(rank):
+    """Statistics are synchronised in training only; a rank that evaluates by itself would wait for ever."""
+    layer = BalNormConv2d(3, 4, 3, sync_stats=True, track_running_stats=False).eval()
+    if rank == 0:
+        layer(torch.rand(2, 3, 5, 5))
+
+
 CHECKS = {
     f"synchronised_is_one_process-{mass}-{shares[0]}-{shares[1]}": functools.partial(
         synchronised_is_one_process, mass=mass, shares=shares
@@ -148,6 +159,7 @@ CHECKS |= {
         two_forwards_before_one_backward_under_ddp,
         statistics_are_per_process_by_default,
         synchronised_statistics_compile,
+        one_process_evaluates_alone,
     )
 }
 

@@ -117,8 +117,11 @@ def test_transposed_convolution_is_the_reference(geometry, options):
         fraction=options["stats_fraction"],
         signed=options["signed_input"],
     )
-    y = BF.bal_conv_transpose(x, w, bias, gain, stride, padding, output_padding, groups, dilation, **options)
+    running, counter = torch.ones_like(expected_mass), torch.zeros((), dtype=torch.long)
+    statistics = {**options, "running_mass": running, "num_batches_tracked": counter}
+    y = BF.bal_conv_transpose(x, w, bias, gain, stride, padding, output_padding, groups, dilation, **statistics)
     torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(running, expected_mass)
     weight = BF.balance(w, expected_mass, gain, options["one_pass"], groups, transposed=True)
     torch.testing.assert_close(weight, expected_weight)
 
@@ -239,6 +242,10 @@ def test_wrong_calls_say_what_is_allowed():
         BF.bal_conv2d(x, w, mass="pixel")
     with pytest.raises(ValueError, match="padding must be 'same', 'valid', an int or"):
         BF.bal_conv2d(x, w, padding="full")
+    with pytest.raises(ValueError, match="padding='same' is for stride 1, got stride 2"):
+        BF.bal_conv2d(x, w, stride=2, padding="same")
+    with pytest.raises(ValueError, match="stats_fraction must be above 0 and at most 1, got 2"):
+        BF.bal_conv2d(x, w, stats_fraction=2.0)
     with pytest.raises(ValueError, match="expected an int or 2 of them"):
         BF.bal_conv2d(x, w, stride=(1, 2, 3))
     with pytest.raises(

@@ -114,16 +114,17 @@ def variants(x):
 @pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
 @pytest.mark.parametrize("name", ["conv2d", "conv2d-grouped", "conv2d-dilated-circular", "conv3d", "transposed2d"])
 @pytest.mark.parametrize("variant", ["channels_last", "transposed", "strided", "expanded"])
-def test_any_layout_gives_the_same_numbers(name, mass, one_pass, variant):
+@pytest.mark.parametrize("weight_variant", ["contiguous", "channels_last", "strided"])
+def test_any_layout_gives_the_same_numbers(name, mass, one_pass, variant, weight_variant):
+    """Of the input and of the weight, whose memory is read in its own order."""
     layer = CASES[name].build(mass=mass, one_pass=one_pass, dtype=torch.float64)
-    x = CASES[name].input(dtype=torch.float64)
-    other = variants(x)[variant]
-    x = other.contiguous()
+    other = variants(CASES[name].input(dtype=torch.float64))[variant]
     results = []
-    for leaf in (x.detach().requires_grad_(), other.detach().requires_grad_()):
+    for leaf in (other.contiguous().detach().requires_grad_(), other.detach().requires_grad_()):
         y = layer(leaf)
         gradients = torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()])
         results.append((y, *gradients))
+        layer.weight = torch.nn.Parameter(variants(layer.weight.detach())[weight_variant])
     torch.testing.assert_close(results[0], results[1])
 
 

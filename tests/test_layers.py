@@ -50,6 +50,10 @@ def test_it_is_the_torch_layer_with_more(name):
         ({"momentum": -0.1}, "momentum must be None .* or between 0 and 1, got -0.1"),
         ({"gain_init": "ones"}, "gain_init must be 'unit_variance' or a finite number, got 'ones'"),
         ({"gain_init": float("nan")}, "gain_init must be 'unit_variance' or a finite number"),
+        ({"gain_init": None}, "gain_init must be 'unit_variance' or a finite number, got None"),
+        ({"momentum": "0.1"}, "momentum must be None .* or between 0 and 1, got '0.1'"),
+        ({"stats_fraction": None}, "stats_fraction must be above 0 and at most 1, got None"),
+        ({"one_pass": "two"}, "one_pass must be True or False, got 'two'"),
         ({"process_group": object()}, "process_group needs sync_stats=True"),
         ({"padding_mode": "mirror"}, "padding_mode must be one of"),
     ],
@@ -252,6 +256,32 @@ def test_transposed_output_size():
     assert layer(x, output_size=[12, 12]).mean().abs() < 1e-5
     with pytest.raises(ValueError, match="requested an output size"):
         layer(x, output_size=(30, 30))
+
+
+@ALL
+def test_outputs_may_be_changed_in_place(name):
+    """conv1d and linear return views of what they computed, which autograd functions must not hand out."""
+    layer = CASES[name].build()
+    x = CASES[name].input()
+    expected = torch.autograd.grad(layer(x).relu().sum(), list(layer.parameters()))
+    changed = torch.autograd.grad(layer(x).relu_().sum(), list(layer.parameters()))
+    torch.testing.assert_close(changed, expected)
+
+
+def test_outputs_of_linear_over_leading_dimensions_may_be_changed_in_place():
+    layer = BalNormLinear(5, 4)
+    layer(torch.rand(2, 3, 5)).relu_().sum().backward()
+
+
+@pytest.mark.parametrize("other", [torch.uint8, torch.long, torch.float64, torch.bfloat16])
+def test_an_input_of_another_dtype_is_refused(other):
+    layer, x = BalNormConv2d(3, 4, 3), torch.ones(2, 3, 5, 5).to(other)
+    for training in (True, False):
+        with pytest.raises(RuntimeError, match=r"the input is .* and the weight torch\.float32: convert one"):
+            layer.train(training)(x)
+    double = BalNormLinear(3, 4, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # leaves float64 alone, as torch does
+        assert double(torch.rand(2, 3).double()).dtype == torch.float64
 
 
 # State --------------------------------------------------------------------------------------------------------------

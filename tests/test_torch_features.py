@@ -121,6 +121,13 @@ def test_autocast(name, mass, one_pass, dtype):
         torch.testing.assert_close(low.grad / scale, exact.grad / scale, atol=0.05, rtol=0.05)
 
 
+def test_input_mass_is_in_full_precision_under_autocast():
+    x = torch.rand(2, 3, 6, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mass = BF.input_mass(x, 3, padding=1, mass="position")
+    torch.testing.assert_close(mass, BF.input_mass(x, 3, padding=1, mass="position"), atol=0, rtol=0)
+
+
 def test_autocast_sums_are_exact_where_bfloat16_would_lose_them():
     layer = BalNormConv2d(2, 4, 1)
     x = torch.ones(64, 2, 32, 32)  # a sum of 65,536 ones: bfloat16 stops counting at 256

@@ -146,7 +146,7 @@ def mass_of_sums(
 
 
 def leading(x: Tensor, fraction: float) -> Tensor:
-    """The leading fraction of a batch, at least one sample where there is one."""
+    """The leading fraction of a batch, to the nearest number of samples (halves up) and at least one."""
     return x if fraction == 1.0 else x[: max(1, int(x.shape[0] * fraction + 0.5))]
 
 

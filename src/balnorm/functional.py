@@ -57,7 +57,7 @@ class Statistics(TypedDict, total=False):
     signed_input: bool
     """Take the mass of ``|x|``: for inputs that can be negative."""
     sync_stats: bool
-    """Sum the statistics over all processes of ``process_group``, differentiably."""
+    """In training, sum the statistics over all processes of ``process_group``, differentiably."""
     process_group: ProcessGroup | None
     training: bool
     """Use the mass of this batch (``True``, the default), or ``running_mass`` where there is one."""
@@ -124,7 +124,8 @@ def input_mass(
         raise ValueError(f"input_mass takes an input of shape (N, C, *in), got {tuple(input.shape)}")
     kernel = per_axis(kernel_size, axes)
     geometry = geometry_of(kernel, stride, padding, dilation, 1, padding_mode, transposed, output_padding)
-    return batch_mass(input, geometry, mass, stats_fraction, signed_input, sync_stats, process_group)
+    with full_precision(input.device.type):
+        return batch_mass(input, geometry, mass, stats_fraction, signed_input, sync_stats, process_group)
 
 
 def update_running_mass(
@@ -298,17 +299,23 @@ def _balanced(
     if geometry.is_pointwise:
         mass = "channel"  # which is then the same, and cheaper
     compute_dtype = weight.dtype
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast and x.is_floating_point() and x.dtype != torch.float64:
         # As in torch's own layers the convolution runs in the lower precision; mass and balance do not.
         compute_dtype = torch.get_autocast_dtype(device)
         x = x.to(compute_dtype)
+    if x.dtype != compute_dtype:
+        raise RuntimeError(f"the input is {x.dtype} and the weight {weight.dtype}: convert one, or use torch.autocast")
+    if not 0.0 < stats_fraction <= 1.0:
+        raise ValueError(f"stats_fraction must be above 0 and at most 1, got {stats_fraction!r}")
     with full_precision(device):
         m: Tensor | None = None
         if not training and running_mass is not None:
             # A copy: backward may need it after another forward, or DDP's broadcast, has changed the buffer.
             m = running_mass.clone()
         elif composed or signed_input or sync_stats or geometry.pads_beforehand:
-            m = batch_mass(x, geometry, mass, stats_fraction, signed_input, sync_stats, process_group)
+            together = sync_stats and training  # one process may evaluate alone
+            m = batch_mass(x, geometry, mass, stats_fraction, signed_input, together, process_group)
         if geometry.pads_beforehand:
             x, geometry = geometry.pad(x), geometry.padded()
         if composed:

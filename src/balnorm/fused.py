@@ -80,6 +80,9 @@ class _FusedConv(torch.autograd.Function):
             ctx.mark_non_differentiable(mass)
         effective, vectors = _balance(_Kernels.of(weight, geometry), mass, gain, plan.one_pass)
         y = geometry.convolve(x, saturate(effective, x.dtype), None if bias is None else saturate(bias, x.dtype))
+        if y._is_view():
+            # As conv1d and linear return them: the same memory as a tensor of its own, which may be changed in place.
+            y = y.new_empty(0).set_(y)  # type: ignore[call-overload]
         ctx.plan, ctx.bias_dtype, ctx.mass_is_given = plan, None if bias is None else bias.dtype, given_mass is not None
         ctx.save_for_backward(x, weight, gain, given_mass, *vectors)
         return y, None if given_mass is not None else mass

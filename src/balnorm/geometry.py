@@ -128,7 +128,10 @@ def geometry_of(
 ) -> Geometry:
     axes = len(kernel)
     dilations = per_axis(dilation, axes)
+    strides = per_axis(stride, axes)
     if padding == "same":
+        if any(s != 1 for s in strides):
+            raise ValueError(f"padding='same' is for stride 1, got stride {stride!r}")
         missing = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
         sides = tuple((n // 2, n - n // 2) for n in missing)
     elif padding == "valid":
@@ -139,7 +142,7 @@ def geometry_of(
         sides = tuple((p, p) for p in per_axis(padding, axes))
     return Geometry(
         kernel,
-        per_axis(stride, axes),
+        strides,
         sides,
         dilations,
         groups,

@@ -92,13 +92,23 @@ class BalNormLayer(nn.Module):
         process_group: ProcessGroup | None = None,
     ) -> None:
         """Check the options and make the state that torch's own layer does not have. The defaults stand here only."""
+        switches = {
+            "one_pass": one_pass,
+            "signed_input": signed_input,
+            "affine": affine,
+            "track_running_stats": track_running_stats,
+            "sync_stats": sync_stats,
+        }
+        for name, value in switches.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
         if mass not in MASSES:
             raise ValueError(f"mass must be one of {', '.join(map(repr, MASSES))}, got {mass!r}")
-        if not 0.0 < stats_fraction <= 1.0:
+        if not (_is_number(stats_fraction) and 0.0 < stats_fraction <= 1.0):
             raise ValueError(f"stats_fraction must be above 0 and at most 1, got {stats_fraction!r}")
-        if momentum is not None and not 0.0 <= momentum <= 1.0:
+        if momentum is not None and not (_is_number(momentum) and 0.0 <= momentum <= 1.0):
             raise ValueError(f"momentum must be None (the plain average) or between 0 and 1, got {momentum!r}")
-        if gain_init != "unit_variance" and (isinstance(gain_init, str) or not math.isfinite(gain_init)):
+        if gain_init != "unit_variance" and not (_is_number(gain_init) and math.isfinite(gain_init)):
             raise ValueError(f"gain_init must be 'unit_variance' or a finite number, got {gain_init!r}")
         if process_group is not None and not sync_stats:
             raise ValueError("process_group needs sync_stats=True: without it nothing is sent between processes")
@@ -520,6 +530,10 @@ class BalNormLinear(BalNormLayer, nn.Linear):  # type: ignore[misc]  # torch doe
 
     def forward(self, input: Tensor) -> Tensor:
         return BF.bal_linear(input, self.weight, self.bias, self.gain, **self._statistics())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _parameter(values: Tensor, requires_grad: bool) -> nn.Parameter:
