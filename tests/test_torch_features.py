@@ -213,3 +213,24 @@ def test_inference_mode():
     assert y.is_inference()
     layer.train()(torch.rand(2, 3, 6, 6)).sum().backward()
     assert layer.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d", "transposed2d"])
+def test_batched_gradients(name):
+    """is_grads_batched=True sends many gradients through one backward pass."""
+    layer = CASES[name].build(track_running_stats=False, dtype=torch.float64)
+    x = CASES[name].input(dtype=torch.float64)
+    one_by_one = torch.autograd.functional.jacobian(layer, x)
+    torch.testing.assert_close(torch.autograd.functional.jacobian(layer, x, vectorize=True), one_by_one)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # shapes of weights become constants, as they should
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mass", BF.MASSES)
+def test_export_and_trace(name, mass):
+    layer = CASES[name].build(mass=mass)
+    layer(CASES[name].input())
+    layer.eval()
+    example, x = CASES[name].input(), CASES[name].input()
+    torch.testing.assert_close(torch.export.export(layer, (example,)).module()(x), layer(x))
+    torch.testing.assert_close(torch.jit.trace(layer, example)(x), layer(x))

@@ -90,7 +90,9 @@ class _FusedConv(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         with full_precision(dy.device.type):
-            if torch.is_grad_enabled():  # create_graph=True: somebody is going to differentiate this gradient
+            if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):
+                # create_graph=True: somebody is going to differentiate this gradient; or is_grads_batched=True, which
+                # the closed form's work in place does not allow.
                 return _composed_backward(ctx, dy)
             return _closed_form_backward(ctx, dy)
 
@@ -192,12 +194,14 @@ def _composed_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """The same gradient, by differentiating the composed form: so it can be differentiated itself."""
     plan: Plan = ctx.plan
     geometry = plan.geometry
-    # Views of the inputs: a given mass may itself come from x, and that way is not ours to follow.
-    views: list[Any] = [None if t is None else t.view_as(t) for t in ctx.saved_tensors[:4]]
-    x, weight, gain, mass = views
-    balanced_for = mass if ctx.mass_is_given else batch_mass(x, geometry, plan.mass, plan.stats_fraction)
-    effective = balance(weight, balanced_for, gain, plan.one_pass, geometry.groups, transposed=geometry.transposed)
-    y = geometry.convolve(x, saturate(effective, x.dtype), None)
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views of the inputs: a given mass may itself come from x, and that way is not ours to follow.
+        views: list[Any] = [None if t is None else t.view_as(t) for t in ctx.saved_tensors[:4]]
+        x, weight, gain, mass = views
+        balanced_for = mass if ctx.mass_is_given else batch_mass(x, geometry, plan.mass, plan.stats_fraction)
+        effective = balance(weight, balanced_for, gain, plan.one_pass, geometry.groups, transposed=geometry.transposed)
+        y = geometry.convolve(x, saturate(effective, x.dtype), None)
 
     needs_x, needs_weight, needs_bias, needs_gain, needs_mass, _ = ctx.needs_input_grad
     inputs = (
@@ -207,7 +211,7 @@ def _composed_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ("mass", mass, needs_mass),
     )
     wanted = {name: tensor for name, tensor, needed in inputs if needed}
-    gradients = torch.autograd.grad(y, list(wanted.values()), dy, create_graph=True) if wanted else ()
+    gradients = torch.autograd.grad(y, list(wanted.values()), dy, create_graph=create_graph) if wanted else ()
     named = dict(zip(wanted, gradients, strict=True))
     dbias = _bias_gradient(dy, geometry).to(ctx.bias_dtype) if needs_bias else None
     return named.get("x"), named.get("weight"), dbias, named.get("gain"), named.get("mass"), None
@@ -304,7 +308,7 @@ def _sum_over_batch(x: Tensor) -> Tensor:
 
 
 def _bias_gradient(dy: Tensor, geometry: Geometry) -> Tensor:
-    return dy.flatten(0, -2).sum(0) if not geometry.kernel else dy.sum([0, *range(2, dy.dim())])
+    return dy.sum([0, *range(2, dy.dim())] if geometry.kernel else list(range(dy.dim() - 1)))
 
 
 def _convolution_backward(
