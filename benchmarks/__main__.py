@@ -38,7 +38,7 @@ def main() -> None:
     today = dt.date.today().isoformat()
     name = "-".join([today, *arguments.parts])
     page = RESULTS / f"{name}.md"
-    text = f"# Benchmarks, {today}\n\n{machine()}\n"
+    text = f"# Benchmarks, {today}\n\n{machine()}\n\n"
     for part in arguments.parts or PARTS:
         print(f"\n--- {part}", flush=True)
         for line in PARTS[part](arguments.rounds):

@@ -70,7 +70,9 @@ def test_python_in_the_documents_runs(document):
         exec(compile(block, document, "exec"), {})
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/method.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/method.md", "benchmarks/README.md"]
+)
 def test_links_in_the_documents_lead_somewhere(document):
     path = ROOT / document
     for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
