@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from balnorm import (
     BalNormConv1d,
@@ -80,3 +81,16 @@ CASES = {
     ),
 }
 MASS_AND_PASS = [(mass, one_pass) for mass in ("channel", "position") for one_pass in (True, False)]
+
+
+def small_network(**options: Any) -> nn.Module:
+    """A network with every kind of layer: convolution, transposed convolution and linear."""
+    return nn.Sequential(
+        BalNormConv2d(3, 8, 3, stride=2, padding=1, **options),
+        nn.ReLU(),
+        BalNormConvTranspose2d(8, 4, 2, stride=2, **options),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        BalNormLinear(4, 5, **{name: value for name, value in options.items() if name != "mass"}),
+    )

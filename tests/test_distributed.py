@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import balnorm.functional as BF
-from balnorm import BalNormConv2d, BalNormConvTranspose2d, BalNormLinear
+from balnorm import BalNormConv2d
+from cases import small_network
 
 WORLD = 2
 TIMEOUT = dt.timedelta(seconds=60)  # a failure on one rank leaves the other waiting in a collective
@@ -45,22 +45,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def network(**options):
-    return nn.Sequential(
-        BalNormConv2d(3, 8, 3, padding=1, stride=2, **options),
-        nn.ReLU(),
-        BalNormConvTranspose2d(8, 4, 2, stride=2, **options),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        BalNormLinear(4, 5, **{k: v for k, v in options.items() if k != "mass"}),
-    ).double()
-
-
 def synchronised_is_one_process(rank, mass, shares):
     """Gradients included, with shares of different size, and with an empty one, which still joins the collective."""
-    model = network(mass=mass, sync_stats=True)
-    single = network(mass=mass)
+    model = small_network(mass=mass, sync_stats=True).double()
+    single = small_network(mass=mass).double()
     single.load_state_dict(model.state_dict())
     for step in range(2):
         x = torch.rand(sum(shares), 3, 6, 6, generator=torch.Generator().manual_seed(step)).double()
@@ -106,7 +94,7 @@ def a_process_group_limits_the_synchronisation(rank):
 
 def two_forwards_before_one_backward_under_ddp(rank):
     """DDP broadcasts the buffers before each forward: in-place changes raised in backward elsewhere."""
-    model = DistributedDataParallel(network())
+    model = DistributedDataParallel(small_network().double())
     x = torch.rand(2, 3, 6, 6).double() * (rank + 1)
     loss = model(x).square().sum() + model(2 * x).square().sum()
     loss.backward()
@@ -117,7 +105,7 @@ def two_forwards_before_one_backward_under_ddp(rank):
 
 
 def statistics_are_per_process_by_default(rank):
-    model = DistributedDataParallel(network(), broadcast_buffers=False)
+    model = DistributedDataParallel(small_network().double(), broadcast_buffers=False)
     x = torch.rand(2, 3, 6, 6).double() * (rank + 1)
     model(x).sum().backward()
     expected = (x.sum((0, 2, 3)) / (2 * 9 * 4)).view(1, 3, 1, 1)
@@ -126,7 +114,7 @@ def statistics_are_per_process_by_default(rank):
 
 def synchronised_statistics_compile(rank):
     torch._dynamo.reset()
-    eager = network(sync_stats=True)
+    eager = small_network(sync_stats=True).double()
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = torch.rand(2, 3, 6, 6).double() * (rank + 1)

@@ -2,27 +2,11 @@
 
 import pytest
 import torch
+from benchmarks.measure import saved_bytes
 from torch import nn
 
 from balnorm import BalNormConv2d
 from cases import MASS_AND_PASS
-
-
-def kept(model, x):
-    """Bytes that autograd keeps: each storage once, parameters and the input left out."""
-    storages, alive = {}, []
-    own = {tensor.untyped_storage().data_ptr() for tensor in (x, *model.parameters())}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            storages[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(x)
-    return sum(storages.values())
 
 
 def network(conv, norm):
@@ -39,17 +23,17 @@ def test_a_balanced_network_keeps_what_an_unnormalised_one_keeps(mass, one_pass,
     plain = network(nn.Conv2d, lambda _: nn.Identity())
     batchnorm = network(lambda *a, **k: nn.Conv2d(*a, **k, bias=False), nn.BatchNorm2d)
     balanced = network(lambda *a, **k: BalNormConv2d(*a, **k, mass=mass, one_pass=one_pass), lambda _: nn.Identity())
-    sizes = [kept(model.to(memory_format=layout), x) for model in (plain, batchnorm, balanced)]
+    sizes = [saved_bytes(model.to(memory_format=layout), x) for model in (plain, batchnorm, balanced)]
     assert sizes[2] <= 1.02 * sizes[0]
     assert sizes[2] <= 0.55 * sizes[1]
 
 
-def test_nothing_as_large_as_the_weight_is_kept():
+def test_nothing_as_large_as_the_weight_is_saved_bytes():
     layer = BalNormConv2d(64, 64, 3, padding=1)
     x = torch.rand(1, 64, 4, 4)
-    assert kept(layer, x) < layer.weight.nbytes / 16
+    assert saved_bytes(layer, x) < layer.weight.nbytes / 16
 
 
 def test_frozen_statistics_keep_no_more():
     layer = BalNormConv2d(64, 64, 3, padding=1).eval()
-    assert kept(layer, torch.rand(1, 64, 4, 4)) < layer.weight.nbytes / 16
+    assert saved_bytes(layer, torch.rand(1, 64, 4, 4)) < layer.weight.nbytes / 16

@@ -5,30 +5,17 @@ import copy
 import pytest
 import torch
 import torch._dynamo.testing
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import balnorm.functional as BF
-from balnorm import BalNormConv2d, BalNormConvTranspose2d, BalNormLinear
-from cases import CASES, MASS_AND_PASS
+from balnorm import BalNormConv2d
+from cases import CASES, MASS_AND_PASS, small_network
 
 # Raised inside torch's own compiler and checkpointing code, not by ours.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-
-def network(**options):
-    return nn.Sequential(
-        BalNormConv2d(3, 8, 3, padding=1, **options),
-        nn.ReLU(),
-        BalNormConvTranspose2d(8, 4, 2, stride=2, **options),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        BalNormLinear(4, 5, **{k: v for k, v in options.items() if k != "mass"}),
-    )
 
 
 def step(model, x):
@@ -47,7 +34,7 @@ def step(model, x):
 def test_compile_in_full_graphs_without_recompiling(mass, momentum):
     """weight_norm broke torch.compile for years; Python counters made BatchNorm recompile at every step."""
     torch._dynamo.reset()
-    eager = network(mass=mass, momentum=momentum, one_pass=False)
+    eager = small_network(mass=mass, momentum=momentum, one_pass=False)
     compiled_model = copy.deepcopy(eager)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(compiled_model, backend=counter, fullgraph=True)
@@ -67,7 +54,7 @@ def test_compile_in_full_graphs_without_recompiling(mass, momentum):
 @pytest.mark.parametrize("options", [{"stats_fraction": 0.5}, {"signed_input": True}, {"track_running_stats": False}])
 def test_compile_with_options(options):
     torch._dynamo.reset()
-    eager = network(**options)
+    eager = small_network(**options)
     compiled_model = copy.deepcopy(eager)
     compiled = torch.compile(compiled_model, backend="aot_eager", fullgraph=True)
     for _ in range(2):
@@ -77,7 +64,7 @@ def test_compile_with_options(options):
 
 def test_compile_with_a_changing_batch_size():
     torch._dynamo.reset()
-    eager = network(mass="position", stats_fraction=0.5)
+    eager = small_network(mass="position", stats_fraction=0.5)
     compiled_model = copy.deepcopy(eager)
     compiled = torch.compile(compiled_model, backend="aot_eager", fullgraph=True, dynamic=True)
     for batch, size in ((4, 6), (6, 6), (3, 8)):
@@ -87,7 +74,7 @@ def test_compile_with_a_changing_batch_size():
 
 def test_inductor_gives_the_same_numbers():
     torch._dynamo.reset()
-    eager = network(mass="position")
+    eager = small_network(mass="position")
     compiled_model = copy.deepcopy(eager)
     compiled = torch.compile(compiled_model, fullgraph=True)
     for _ in range(3):
@@ -139,7 +126,7 @@ def test_autocast_sums_are_exact_where_bfloat16_would_lose_them():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_counts_a_batch_once(reentrant):
     """The forward pass is repeated in backward, and must not be taken into the statistics again."""
-    plain = network()
+    plain = small_network()
     repeated = copy.deepcopy(plain)
     for _ in range(3):
         x = torch.rand(4, 3, 6, 6, requires_grad=True)
