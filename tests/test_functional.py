@@ -178,6 +178,13 @@ def test_running_mass_is_the_reference(momentum):
     assert layer.num_batches_tracked == 7
 
 
+def test_a_plain_average_in_float16_goes_on_beyond_its_largest_number():
+    running, counter = torch.ones(1, dtype=torch.float16), torch.tensor(99_999)
+    BF.update_running_mass(running, counter, torch.full((1,), 6e4), None)
+    assert running.item() == pytest.approx(1.6, rel=0.05)
+    assert counter == 100_000
+
+
 def test_running_mass_without_a_counter_uses_the_momentum():
     running = torch.ones(2)
     BF.update_running_mass(running, None, torch.tensor([3.0, 5.0]), 0.25)

@@ -118,7 +118,7 @@ def input_mass(
                   [0.7500, 1.0000, 0.7500],
                   [0.5625, 0.7500, 0.5625]]]])
     """
-    _check_mass(mass)
+    check_statistics(mass, stats_fraction)
     axes = input.dim() - 2
     if axes < 1:
         raise ValueError(f"input_mass takes an input of shape (N, C, *in), got {tuple(input.shape)}")
@@ -151,8 +151,8 @@ def update_running_mass(
             return
         num_batches_tracked.add_(finite)
         # at most 1, for a count of 0 when the very first mass is not finite
-        rate = num_batches_tracked.to(mass.dtype).reciprocal_().clamp_(momentum, 1.0)
-        running_mass.lerp_(mass, rate)
+        rate = num_batches_tracked.to(total.dtype).reciprocal_().clamp_(momentum, 1.0)
+        running_mass.lerp_(mass, rate.to(mass.dtype))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def _balanced(
     num_batches_tracked: Tensor | None = None,
     momentum: float | None = 0.1,
 ) -> Tensor:
-    _check_mass(mass)
+    check_statistics(mass, stats_fraction)
     x, unbatched = _batched(input, weight, geometry)
     device, composed = x.device.type, _torch_transforms_the_program()
     if geometry.is_pointwise:
@@ -306,8 +306,6 @@ def _balanced(
         x = x.to(compute_dtype)
     if x.dtype != compute_dtype:
         raise RuntimeError(f"the input is {x.dtype} and the weight {weight.dtype}: convert one, or use torch.autocast")
-    if not 0.0 < stats_fraction <= 1.0:
-        raise ValueError(f"stats_fraction must be above 0 and at most 1, got {stats_fraction!r}")
     with full_precision(device):
         m: Tensor | None = None
         if not training and running_mass is not None:
@@ -321,9 +319,8 @@ def _balanced(
         if composed:
             assert m is not None
             effective = balance(weight, m, gain, one_pass, geometry.groups, transposed=geometry.transposed)
-            y = geometry.convolve(
-                x, saturate(effective, compute_dtype), None if bias is None else bias.to(compute_dtype)
-            )
+            low_bias = None if bias is None else saturate(bias, compute_dtype)
+            y = geometry.convolve(x, saturate(effective, compute_dtype), low_bias)
         else:
             y, m = fused_conv(x, weight, bias, gain, m, Plan(geometry, mass, one_pass, stats_fraction))
         if training and running_mass is not None and not _recomputing():
@@ -356,9 +353,12 @@ def _batched(input: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor,
     return (input.unsqueeze(0) if unbatched else input), unbatched
 
 
-def _check_mass(mass: str) -> None:
+def check_statistics(mass: str, stats_fraction: float) -> None:
+    """Raise a ValueError that names what is allowed."""
     if mass not in MASSES:
         raise ValueError(f"mass must be one of {', '.join(map(repr, MASSES))}, got {mass!r}")
+    if not isinstance(stats_fraction, int | float) or not 0.0 < stats_fraction <= 1.0:
+        raise ValueError(f"stats_fraction must be above 0 and at most 1, got {stats_fraction!r}")
 
 
 def _recomputing() -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import balnorm.functional as BF
-from balnorm.functional import MASSES, MassKind
+from balnorm.functional import MassKind
 from balnorm.init import balanced_normal_, unit_variance_gain
 
 if TYPE_CHECKING:
@@ -102,10 +102,7 @@ class BalNormLayer(nn.Module):
         for name, value in switches.items():
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
-        if mass not in MASSES:
-            raise ValueError(f"mass must be one of {', '.join(map(repr, MASSES))}, got {mass!r}")
-        if not (_is_number(stats_fraction) and 0.0 < stats_fraction <= 1.0):
-            raise ValueError(f"stats_fraction must be above 0 and at most 1, got {stats_fraction!r}")
+        BF.check_statistics(mass, stats_fraction)
         if momentum is not None and not (_is_number(momentum) and 0.0 <= momentum <= 1.0):
             raise ValueError(f"momentum must be None (the plain average) or between 0 and 1, got {momentum!r}")
         if gain_init != "unit_variance" and not (_is_number(gain_init) and math.isfinite(gain_init)):
