@@ -18,6 +18,7 @@ from torch import nn
 from balnorm import BalNormConv2d
 from benchmarks.measure import interleaved, peak_memory_of_step, ratio, saved_bytes, training_step
 from benchmarks.networks import METHODS, NETWORKS
+from benchmarks.zoo import TIMM, TORCHVISION, build, import_timm, trial
 
 RESULTS = Path(__file__).parent / "results"
 LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -281,6 +282,28 @@ def profile_row(profiler: torch.profiler.profile, steps: int) -> list[str]:
     return [str(small_calls), f"{small:.1f}", f"{convolutions:.1f}", f"{rest:.1f}"]
 
 
+def zoo(rounds: int) -> Iterable[str]:  # noqa: ARG001
+    """Networks of timm and torchvision, converted, trained for one step and folded."""
+    timm = import_timm()
+    yield "## Converted networks\n"
+    yield f"timm {timm.__version__} and torchvision, fresh weights, images as small as each network allows, batch 4."
+    yield "Difference: the largest between eval outputs before and after folding, relative to the largest output.\n"
+    rows = []
+    for library, networks in (("timm", TIMM), ("torchvision", TORCHVISION)):
+        for name, size in networks.items():
+            torch.manual_seed(0)
+            result = trial(*build(library, name))
+            norms = sum(row.kind.startswith(("BatchNorm", "SyncBatchNorm")) for row in result.report.rows)
+            share = f"{result.balanced} of {result.convolutions}"
+            kept = f"{norms - len(result.report.removed)} of {norms}"
+            loss = f"{result.loss:.2f}" + ("" if result.finite else ", gradients not finite")
+            rows.append(
+                [f"{library} {name}", str(size), share, str(result.signed), kept, loss, f"{result.difference:.0e}"]
+            )
+    header = ["network", "pixels", "convolutions balanced", "of them signed", "BatchNorms left", "loss", "difference"]
+    yield from table(header, rows)
+
+
 PARTS: dict[str, Callable[[int], Iterable[str]]] = {
     "networks": networks,
     "memory": memory,
@@ -288,6 +311,7 @@ PARTS: dict[str, Callable[[int], Iterable[str]]] = {
     "inference": inference,
     "compiled": compiled,
     "profile": profile,
+    "zoo": zoo,
 }
 
 if __name__ == "__main__":

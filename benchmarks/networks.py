@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from balnorm import BalNormConv2d
+from benchmarks.zoo import import_timm
 
 
 class Method(NamedTuple):
@@ -31,11 +31,7 @@ def plain(*args: Any, **kwargs: Any) -> nn.Module:
 
 
 def standardized(*args: Any, **kwargs: Any) -> nn.Module:
-    # torchvision, which timm imports, has no build for this torch and misses two operators of its own.
-    if not hasattr(standardized, "library"):
-        standardized.library = torch.library.Library("torchvision", "DEF")  # type: ignore[attr-defined]
-        for name in ("nms", "qnms"):
-            standardized.library.define(f"{name}(Tensor boxes, Tensor scores, float iou) -> Tensor")  # type: ignore[attr-defined]
+    import_timm()
     from timm.layers import StdConv2d
 
     return StdConv2d(*args, **kwargs, bias=False)

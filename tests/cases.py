@@ -94,3 +94,18 @@ def small_network(**options: Any) -> nn.Module:
         nn.Flatten(),
         BalNormLinear(4, 5, **{name: value for name, value in options.items() if name != "mass"}),
     )
+
+
+def digits_network(**options: Any) -> nn.Module:
+    """A network for 8x8 grey images of digits."""
+    return nn.Sequential(
+        BalNormConv2d(1, 16, 3, padding=1, **options),
+        nn.ReLU(),
+        BalNormConv2d(16, 32, 3, padding=1, **options),
+        nn.ReLU(),
+        BalNormConv2d(32, 32, 3, padding=1, **options),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import balnorm.functional as BF
-from balnorm import BalNormConv2d
+from balnorm import BalNormConv2d, convert, update_stats
 from cases import small_network
 
 WORLD = 2
@@ -132,6 +132,23 @@ def one_process_evaluates_alone(rank):
         layer(torch.rand(2, 3, 5, 5))
 
 
+def updated_statistics_are_those_of_all_batches(rank):
+    """With shares of different sizes, and with none for one rank, which has no batch to synchronise."""
+    batches = [torch.rand(n, 3, 6, 6, generator=torch.Generator().manual_seed(n)) for n in (1, 4, 2)]
+    for shares in ([batches[:1], batches[1:]], [batches, []]):
+        layer = BalNormConv2d(3, 4, 3, padding=1, mass="position", sync_stats=True)
+        update_stats(shares[rank], layer)
+        expected = BF.input_mass(torch.cat(batches), 3, padding=1, mass="position")
+        torch.testing.assert_close(layer.running_mass, expected)
+        assert layer.num_batches_tracked == 3
+
+
+def conversion_refuses_ddp(rank):
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)))
+    with pytest.raises(ValueError, match="the model is wrapped in DistributedDataParallel"):
+        convert(model)
+
+
 CHECKS = {
     f"synchronised_is_one_process-{mass}-{shares[0]}-{shares[1]}": functools.partial(
         synchronised_is_one_process, mass=mass, shares=shares
@@ -148,6 +165,8 @@ CHECKS |= {
         statistics_are_per_process_by_default,
         synchronised_statistics_compile,
         one_process_evaluates_alone,
+        updated_statistics_are_those_of_all_batches,
+        conversion_refuses_ddp,
     )
 }
 

@@ -1,6 +1,8 @@
 """The package as a whole: what imports what, and whether the documents tell the truth."""
 
 import ast
+import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +17,8 @@ PACKAGE = ROOT / "src" / "balnorm"
 
 # From the bottom up: a module imports only from those before it. The library imports torch and nothing else.
 LIBRARY = ["geometry", "composed", "fused", "functional", "init", "layers"]
+LIBRARY += ["tables", "flow", "attribution", "surgery", "diagnostics"]
+DRAWS = {"diagnostics": {"matplotlib"}}  # only inside the functions that draw
 
 
 def imported(path):
@@ -44,7 +48,8 @@ def test_imports_point_downwards(module):
             assert rest, f"{module} imports the package itself"
             assert rest[0] in below, f"{module} imports {name}"
         else:
-            assert top == "torch" or top in sys.stdlib_module_names, f"{module} imports {name}"
+            allowed = {"torch", *sys.stdlib_module_names, *DRAWS.get(module, ())}
+            assert top in allowed, f"{module} imports {name}"
 
 
 def test_importing_the_library_imports_nothing_but_torch():
@@ -63,15 +68,33 @@ def test_the_package_is_typed():
     assert (PACKAGE / "py.typed").exists()
 
 
-def test_python_in_the_readme_runs():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("document", ["README.md", "docs/models.md"])
+def test_python_in_the_documents_runs(document):
+    """Block after block, in one program."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
     assert blocks
+    program = {}
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+        exec(compile(block, document, "exec"), program)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
+def test_the_conversion_example_runs(tmp_path):
+    example = ROOT / "examples" / "convert_timm.py"
+    assert len(example.read_text().splitlines()) < 40
+    program = "import runpy, sys; from benchmarks.zoo import import_timm; import_timm(); runpy.run_path(sys.argv[1])"
+    command = [sys.executable, "-W", "ignore", "-c", program, str(example)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    accuracy = re.search(r"test accuracy ([\d.]+)%", done.stdout)
+    assert float(accuracy[1]) > 80
+    assert (tmp_path / "digits.onnx").exists()
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/method.md", "benchmarks/README.md"]
+    "document",
+    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/method.md", "docs/models.md", "benchmarks/README.md"],
 )
 def test_links_in_the_documents_lead_somewhere(document):
     path = ROOT / document

@@ -7,6 +7,7 @@
 torch.Size([8, 16, 32, 32])
 """
 
+from balnorm.diagnostics import balance_report
 from balnorm.layers import (
     BalNormConv1d,
     BalNormConv2d,
@@ -17,6 +18,7 @@ from balnorm.layers import (
     BalNormLayer,
     BalNormLinear,
 )
+from balnorm.surgery import convert, fold, freeze_stats, param_groups, unfreeze_stats, update_stats
 
 __all__ = [
     "BalNormConv1d",
@@ -28,6 +30,13 @@ __all__ = [
     "BalNormLayer",
     "BalNormLinear",
     "__version__",
+    "balance_report",
+    "convert",
+    "fold",
+    "freeze_stats",
+    "param_groups",
+    "unfreeze_stats",
+    "update_stats",
 ]
 
 __version__ = "0.1.0"

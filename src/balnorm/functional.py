@@ -98,9 +98,9 @@ def input_mass(
     inputs that it multiplies, with padding, stride and dilation honoured.
 
     Args:
-        input: (N, C, \*in), with one spatial axis or more.
-        kernel_size, stride, padding, dilation, padding_mode, output_padding: as in the convolution, an int or one for
-            each spatial axis.
+        input: (N, C, \*in), with one spatial axis or more; (\*, C) for a linear layer.
+        kernel_size: an int or one for each spatial axis; ``()`` for a linear layer.
+        stride, padding, dilation, padding_mode, output_padding: as in the convolution.
         mass: ``"channel"`` or ``"position"``.
         transposed: whether the convolution is a transposed one.
         stats_fraction, signed_input, sync_stats, process_group: see :class:`Statistics`.
@@ -120,10 +120,13 @@ def input_mass(
     """
     check_statistics(mass, stats_fraction)
     axes = input.dim() - 2
-    if axes < 1:
+    if kernel_size == ():
+        mass, geometry = "channel", geometry_of(())
+    elif axes < 1:
         raise ValueError(f"input_mass takes an input of shape (N, C, *in), got {tuple(input.shape)}")
-    kernel = per_axis(kernel_size, axes)
-    geometry = geometry_of(kernel, stride, padding, dilation, 1, padding_mode, transposed, output_padding)
+    else:
+        kernel = per_axis(kernel_size, axes)
+        geometry = geometry_of(kernel, stride, padding, dilation, 1, padding_mode, transposed, output_padding)
     with full_precision(input.device.type):
         return batch_mass(input, geometry, mass, stats_fraction, signed_input, sync_stats, process_group)
 
@@ -295,7 +298,9 @@ def _balanced(
 ) -> Tensor:
     check_statistics(mass, stats_fraction)
     x, unbatched = _batched(input, weight, geometry)
-    device, composed = x.device.type, _torch_transforms_the_program()
+    device = x.device.type
+    # Without gradients and statistics there is nothing to save; the output is then exactly that of the folded layer.
+    composed = _torch_transforms_the_program() or not (training or torch.is_grad_enabled())
     if geometry.is_pointwise:
         mass = "channel"  # which is then the same, and cheaper
     compute_dtype = weight.dtype

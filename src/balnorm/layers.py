@@ -28,6 +28,7 @@ __all__ = [
     "BalNormLinear",
     "GainInit",
     "LayerOptions",
+    "layer_mass",
 ]
 
 GainInit = float | Literal["unit_variance"]
@@ -142,6 +143,9 @@ class BalNormLayer(nn.Module):
         if not hasattr(self, "stats_frozen"):
             return  # called by the constructor of torch's layer, before there is anything of ours to reset
         balanced_normal_(self.weight, self.groups, self.transposed)
+        self._reset_all_but_the_weight()
+
+    def _reset_all_but_the_weight(self) -> None:
         gain = self.gain_init
         nn.init.constant_(self.gain, self._unit_variance_gain() if isinstance(gain, str) else gain)
         if self.bias is not None:
@@ -154,14 +158,22 @@ class BalNormLayer(nn.Module):
             self.running_mass.fill_(1)
             self.num_batches_tracked.zero_()
 
-    def effective_weight(self) -> Tensor:
-        """The weight w'' that the layer uses in eval mode: balanced for ``running_mass``, times the gain."""
-        if self.running_mass is None:
+    def effective_weight(self, input: Tensor | None = None) -> Tensor:
+        """The weight w'' that the layer uses: balanced for a mass, times the gain.
+
+        Args:
+            input: take the mass of this batch, as in training mode; ``None`` takes ``running_mass``, as in eval mode.
+        """
+        if input is not None:
+            options = {name: getattr(self, name) for name in _MASS_OPTIONS}
+            mass = layer_mass(self, input, mass=self.mass, **options)
+        elif self.running_mass is not None:
+            mass = self.running_mass.clone()  # backward may need it after the buffer has changed
+        else:
             raise RuntimeError(
                 "effective_weight() needs a running mass, and this layer has track_running_stats=False: "
-                "its weight depends on each batch (balnorm.functional.balance computes it from a mass)"
+                "its weight depends on each batch, so give it one, as in effective_weight(input)"
             )
-        mass = self.running_mass.clone()  # backward may need it after the buffer has changed
         return BF.balance(self.weight, mass, self.gain, self.one_pass, self.groups, transposed=self.transposed)
 
     def fuse(self) -> nn.Module:
@@ -178,10 +190,13 @@ class BalNormLayer(nn.Module):
         if type(plain) is not cls.plain:
             raise TypeError(f"{cls.__name__} can be made from a {cls.plain.__name__}, got a {type(plain).__name__}")
         weight, bias = cast(Tensor, plain.weight), cast("Tensor | None", plain.bias)
-        options = {"device": weight.device, "dtype": weight.dtype, **options}
-        layer = cls(**cls._shared_arguments(plain), **options)
+        options = {"dtype": weight.dtype, **options}
+        device = options.pop("device", weight.device)
+        layer = cls(**cls._shared_arguments(plain), **options, device="meta")  # as in fuse()
         if bias is not None and layer.bias is None:
             raise ValueError("bias=False would drop the bias of the given layer")
+        layer.to_empty(device=device)
+        layer._reset_all_but_the_weight()
         layer.weight = _parameter(weight.to(layer.weight), weight.requires_grad)
         if bias is not None:
             layer.bias = _parameter(bias.to(layer.weight), bias.requires_grad)
@@ -527,6 +542,20 @@ class BalNormLinear(BalNormLayer, nn.Linear):  # type: ignore[misc]  # torch doe
 
     def forward(self, input: Tensor) -> Tensor:
         return BF.bal_linear(input, self.weight, self.bias, self.gain, **self._statistics())
+
+
+_MASS_OPTIONS = ("stats_fraction", "signed_input", "sync_stats", "process_group")
+
+
+def layer_mass(layer: nn.Module, input: Tensor, mass: MassKind = "position", **options: Any) -> Tensor:
+    """The mass of ``input`` for a convolution or linear layer, balanced or plain; options of ``BF.input_mass``."""
+    if isinstance(layer, nn.Linear):
+        return BF.input_mass(input, (), **options)
+    names = ("kernel_size", "stride", "padding", "dilation", "padding_mode", "transposed", "output_padding")
+    geometry: dict[str, Any] = {name: getattr(layer, name) for name in names}
+    if input.dim() == len(geometry["kernel_size"]) + 1:
+        input = input.unsqueeze(0)
+    return BF.input_mass(input, mass=mass, **geometry, **options)
 
 
 def _is_number(value: object) -> bool:

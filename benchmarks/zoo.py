@@ -1,0 +1,141 @@
+"""Architectures that other people wrote, converted: how much of each becomes balanced, and does it still work?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from balnorm import BalNormLayer, convert, fold, param_groups
+from balnorm.surgery import ConversionReport
+
+# A family each; the quick ones are part of the tests. Sizes are those of the images, as small as the network allows.
+TIMM = {
+    "resnet18": 64,
+    "resnet26d": 64,
+    "resnetv2_50": 64,  # pre-activation, norms with built-in activations
+    "resnext50_32x4d": 64,
+    "wide_resnet50_2": 32,
+    "seresnet18": 64,
+    "skresnet18": 64,
+    "resnest14d": 64,
+    "res2net50_26w_4s": 64,
+    "ecaresnet26t": 64,
+    "regnetx_002": 64,
+    "regnety_002": 64,
+    "densenet121": 64,  # pre-activation over concatenations
+    "vgg11_bn": 32,
+    "mobilenetv2_100": 64,
+    "mobilenetv3_small_100": 64,
+    "mobilenetv4_conv_small": 64,
+    "efficientnet_b0": 64,
+    "tf_efficientnet_b0": 64,
+    "mnasnet_100": 64,
+    "fbnetc_100": 64,
+    "mixnet_s": 64,
+    "ghostnet_100": 64,
+    "rexnet_100": 64,
+    "lcnet_050": 64,
+    "hrnet_w18_small": 64,
+    "dla34": 64,
+    "dpn68": 64,
+    "xception41": 64,
+    "xception41p": 64,
+    "inception_v3": 96,
+    "repvgg_a0": 64,
+    "cspresnet50": 64,
+    "darknet53": 64,
+    "gernet_s": 64,
+    "selecsls42b": 64,
+    "ese_vovnet19b_dw": 64,
+    "convnext_atto": 64,  # no BatchNorm: left alone
+    "mobileone_s0": 64,
+    "fastvit_t8": 64,
+    "efficientformer_l1": 224,
+    "visformer_tiny": 224,
+    "inception_v4": 128,
+    "inception_resnet_v2": 128,
+    "nasnetalarge": 96,
+    "pnasnet5large": 96,
+    "senet154": 64,
+}
+TORCHVISION = {
+    "resnet18": 64,
+    "resnext50_32x4d": 64,
+    "vgg11_bn": 32,
+    "mobilenet_v2": 64,
+    "mobilenet_v3_small": 64,
+    "densenet121": 64,
+    "shufflenet_v2_x0_5": 64,
+    "mnasnet0_5": 64,
+    "efficientnet_b0": 64,
+    "regnet_y_400mf": 64,
+    "googlenet": 64,
+}
+SLOW = {"inception_v4", "inception_resnet_v2", "nasnetalarge", "pnasnet5large", "senet154", "visformer_tiny"}
+
+_operators: list[Any] = []
+
+
+def import_timm() -> Any:
+    """timm, and torchvision with it: torchvision has no build for this torch, and misses two operators of its own."""
+    if not _operators:
+        _operators.append(torch.library.Library("torchvision", "DEF"))
+        for name in ("nms", "qnms"):
+            _operators[0].define(f"{name}(Tensor boxes, Tensor scores, float iou) -> Tensor")
+    import timm
+
+    return timm
+
+
+def build(library: str, name: str) -> tuple[nn.Module, torch.Tensor]:
+    """A fresh network, and a batch for it."""
+    timm = import_timm()
+    if library == "timm":
+        model, size = timm.create_model(name, num_classes=10), TIMM[name]
+    else:
+        import torchvision
+
+        options = {"aux_logits": False, "init_weights": True} if name == "googlenet" else {}
+        model = torchvision.models.get_model(name, weights=None, num_classes=10, **options)
+        size = TORCHVISION[name]
+    return model, torch.rand(4, 3, size, size)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of one network."""
+
+    report: ConversionReport
+    convolutions: int
+    balanced: int
+    signed: int
+    loss: float
+    finite: bool
+    """Whether all gradients of a training step are."""
+    difference: float
+    """The largest between folded and unfolded eval outputs, in units of the largest output."""
+
+
+def trial(model: nn.Module, x: torch.Tensor) -> Trial:
+    """Convert, train one step, fold."""
+    convolutions = sum(isinstance(module, _ConvNd) for module in model.modules())
+    model, report = convert(model, example_input=x)
+    layers = [module for module in model.modules() if isinstance(module, BalNormLayer)]
+    optimizer = torch.optim.SGD(param_groups(model.train(), weight_decay=1e-4), lr=0.01, momentum=0.9)
+    loss = F.cross_entropy(model(x), torch.arange(len(x)))
+    loss.backward()
+    finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+    optimizer.step()
+    model.eval()
+    folded = fold(model)
+    assert not any(isinstance(module, BalNormLayer) for module in folded.modules())
+    with torch.no_grad():
+        expected, got = model(x), folded(x)
+    difference = float((got - expected).abs().max() / expected.abs().max())
+    signed = sum(layer.signed_input for layer in layers)
+    return Trial(report, convolutions, len(layers), signed, loss.item(), finite, difference)

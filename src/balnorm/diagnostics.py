@@ -1,0 +1,229 @@
+"""What the layers of a network do to a batch: the paper's picture of balanced contributions, for any network."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from balnorm.composed import by_output
+from balnorm.layers import BalNormLayer, layer_mass
+from balnorm.tables import text_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["BalanceReport", "LayerBalance", "balance_report"]
+
+
+@dataclass(frozen=True)
+class LayerBalance:
+    """One call of a layer. Tensors have a value for each output channel; a BatchNorm has no weights and no mass."""
+
+    layer: str
+    kind: str
+    positive: Tensor | None
+    """What the positive weights add to an output element, on average over the batch."""
+    negative: Tensor | None
+    """What the negative weights take from it; the mean output is ``positive - negative + bias``."""
+    mean: Tensor
+    std: Tensor
+    """Of the output, over batch and space. A balanced layer's is its convolution's, a BatchNorm's its own."""
+    mass: Tensor | None
+    """The input that all weights of an output channel meet together, per output element."""
+    gain: Tensor | None
+    """The learned factor of a balanced layer or a BatchNorm."""
+
+
+@dataclass(frozen=True)
+class BalanceReport:
+    """The layers of a network in the order of their calls. Prints as a table of medians over the output channels.
+
+    Attributes:
+        layers: one entry for each call of a convolution, a linear layer or a BatchNorm.
+        before: an earlier report of the same network and batch, to compare with.
+    """
+
+    layers: tuple[LayerBalance, ...]
+    before: BalanceReport | None = None
+
+    def shift(self) -> list[tuple[Tensor, Tensor]]:
+        """How each layer's output moved since ``before``: |change of the mean| / std, and std / std, by channel.
+
+        This is the covariate shift that the next layer sees. Channels that were constant are left out.
+        """
+        if self.before is None:
+            raise ValueError("nothing to compare with: give balance_report the earlier report, before=...")
+        moves = []
+        for then, now in zip(self.before.layers, self.layers, strict=True):
+            alive = then.std > 0
+            moved = (now.mean - then.mean).abs()[alive] / then.std[alive]
+            moves.append((moved, now.std[alive] / then.std[alive]))
+        return moves
+
+    def __str__(self) -> str:
+        header = ["layer", "kind", "positive", "negative", "mean", "std", "mass", "gain"]
+        rows = [
+            [row.layer, row.kind]
+            + [_median(value) for value in (row.positive, row.negative, row.mean, row.std, row.mass, row.gain)]
+            for row in self.layers
+        ]
+        if self.before is not None:
+            header += ["mean moved by (std)", "std times"]
+            rows = [row + [_median(value) for value in moves] for row, moves in zip(rows, self.shift(), strict=True)]
+        return text_table(header, rows)
+
+    def figure(self) -> Figure:
+        """The report as a matplotlib figure; save it with ``report.figure().savefig("balance.svg")``."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("the figure needs matplotlib: pip install matplotlib") from error
+        panels = 2 if self.before is None else 3
+        width = min(24.0, 3.5 + 0.28 * len(self.layers))
+        figure = Figure(figsize=(max(7.0, width), 2.4 * panels + 1.2), layout="constrained")
+        axes = figure.subplots(panels, 1, sharex=True)
+        self._draw_contributions(axes[0])
+        self._draw_outputs(axes[1])
+        if self.before is not None:
+            self._draw_shift(axes[2])
+        axes[-1].set_xticks(range(len(self.layers)), [row.layer for row in self.layers], rotation=90, fontsize=8)
+        for panel in axes:
+            panel.grid(axis="y", color="0.9")
+            panel.set_axisbelow(True)
+            panel.spines[["top", "right"]].set_visible(False)
+        return figure
+
+    def _draw_contributions(self, axes: Axes) -> None:
+        sides = [("positive", 1.0, _BLUE), ("negative", -1.0, _ORANGE)]
+        for name, sign, colour in sides:
+            values = {i: sign * v for i, row in enumerate(self.layers) if (v := getattr(row, name)) is not None}
+            axes.bar(
+                list(values), [float(v.median()) for v in values.values()], 0.7, color=colour, label=f"{name} weights"
+            )
+            _whiskers(axes, values, "0.25")
+        axes.axhline(0, color="0.3", linewidth=0.8)
+        axes.set_ylabel("contribution\nper output")
+        axes.legend(frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
+        axes.set_title("median and quartiles over the channels", fontsize=9, color="0.4", loc="right")
+
+    def _draw_outputs(self, axes: Axes) -> None:
+        means = {i: row.mean for i, row in enumerate(self.layers)}
+        spread = [float(row.std.median()) for row in self.layers]
+        middle = [float(value.median()) for value in means.values()]
+        axes.errorbar(list(means), middle, spread, fmt="o", color=_BLUE, ecolor="0.6", capsize=2, markersize=4)
+        axes.set_ylabel("output\nmean ± std")
+
+    def _draw_shift(self, axes: Axes) -> None:
+        moved = {i: mean for i, (mean, _) in enumerate(self.shift()) if mean.numel()}
+        axes.bar(list(moved), [float(v.median()) for v in moved.values()], 0.7, color=_BLUE)
+        _whiskers(axes, moved, "0.25")
+        axes.set_yscale("symlog", linthresh=0.1)
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_ylabel("mean moved by\n(standard deviations)")
+
+
+def balance_report(
+    model: nn.Module, batch: Tensor | Sequence[Any], *, before: BalanceReport | None = None
+) -> BalanceReport:
+    """What every convolution, linear layer and BatchNorm of ``model`` does to a batch.
+
+    Per output element: what positive and what negative weights contribute (balanced layers keep the two equal), mean
+    and standard deviation of the output, mass of the input, and gain. The model runs in the mode that it is in, and is
+    not changed: not its running statistics, not the random state.
+
+    To see the covariate shift, take a report, do a few steps of the optimiser, and take another one with ``before=``
+    the first: it also tells how far each layer's output has moved, for balanced layers and BatchNorms alike.
+
+    Args:
+        model: any module.
+        batch: its input, or a tuple or list whose first item that is.
+        before: an earlier report of the same model and batch.
+
+    Example:
+        >>> from balnorm import BalNormConv2d
+        >>> model = nn.Sequential(BalNormConv2d(3, 8, 3, padding=1, mass="position", one_pass=False, gain_init=1.0))
+        >>> print(balance_report(model, torch.ones(4, 3, 8, 8)))  # doctest: +ELLIPSIS
+        layer  kind           positive  negative  mean   std  mass  gain
+        -----  -------------  --------  --------  ----  ----  ----  ----
+        0      BalNormConv2d      1.00      1.00  0.00  ...  22.7  1.00
+    """
+    names = {module: name for name, module in model.named_modules()}
+    rows: list[LayerBalance] = []
+    calls: dict[str, int] = defaultdict(int)
+
+    def note(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        name = names[module]
+        calls[name] += 1
+        label = name if calls[name] == 1 else f"{name} (call {calls[name]})"
+        rows.append(_measure(label, module, args[0].detach(), output.detach()))
+
+    watched = [module for module in names if isinstance(module, _ConvNd | nn.Linear | _BatchNorm)]
+    handles = [module.register_forward_hook(note, prepend=True) for module in watched]
+    tensors = [*model.parameters(), *model.buffers()]
+    x = batch[0] if isinstance(batch, list | tuple) else batch
+    assert isinstance(x, Tensor)
+    x = x.to(tensors[0].device) if tensors else x
+    devices = [x.device] if x.device.type not in ("cpu", "meta") else []
+    try:
+        # Whatever the model writes into its buffers goes into copies.
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with torch.random.fork_rng(devices, device_type=x.device.type if devices else "cuda"), torch.no_grad():
+            torch.func.functional_call(model, buffers, (x,))
+    finally:
+        for handle in handles:
+            handle.remove()
+    report = BalanceReport(tuple(rows), before)
+    if before is not None and [row.layer for row in before.layers] != [row.layer for row in rows]:
+        raise ValueError("before= is a report of another model: its layers have other names")
+    return report
+
+
+def _measure(name: str, module: nn.Module, x: Tensor, output: Tensor) -> LayerBalance:
+    channel_axis = -1 if isinstance(module, nn.Linear) else 1 if output.dim() > 1 else 0
+    values = output.movedim(channel_axis, 0).flatten(1).double()
+    kind, mean, std = type(module).__name__, values.mean(1), values.std(1, correction=0)
+    if isinstance(module, _BatchNorm):
+        gain = module.weight.detach() if module.affine else None
+        return LayerBalance(name, kind, None, None, mean, std, None, gain)
+    assert isinstance(module, _ConvNd | nn.Linear)
+    weight, signed = module.weight, False
+    if isinstance(module, BalNormLayer):
+        signed = module.signed_input
+        from_batch = module.running_mass is None or (module.training and not module.stats_frozen)
+        weight = module.effective_weight(x if from_batch else None)
+    groups, transposed = getattr(module, "groups", 1), getattr(module, "transposed", False)
+    mass = layer_mass(module, x, signed_input=signed).double()
+    m = mass.view(groups, 1, mass.shape[1] // groups, *mass.shape[2:])
+    w = by_output(weight.double(), groups, transposed)
+    others = tuple(range(2, w.dim()))
+    positive = (m * w.clamp(min=0)).sum(others).flatten()
+    negative = (m * -w.clamp(max=0)).sum(others).flatten()
+    total = m.expand(-1, w.shape[1], *w.shape[2:]).sum(others).flatten()
+    gain = module.gain.detach() if isinstance(module, BalNormLayer) else None
+    return LayerBalance(name, kind, positive, negative, mean, std, total, gain)
+
+
+_BLUE, _ORANGE = "#0072B2", "#D55E00"  # from Okabe and Ito's palette, which colour-blind readers can tell apart
+
+
+def _whiskers(axes: Axes, values: dict[int, Tensor], colour: str) -> None:
+    quartiles = [value.double().quantile(value.new_tensor([0.25, 0.75]).double()).tolist() for value in values.values()]
+    axes.vlines(list(values), [low for low, _ in quartiles], [high for _, high in quartiles], color=colour, linewidth=1)
+
+
+def _median(values: Tensor | None) -> str:
+    if values is None or not values.numel():
+        return ""
+    number = float(values.double().median())
+    if abs(number) < 0.005:
+        return "0.00"
+    return f"{number:.2f}" if abs(number) < 10 else f"{number:.1f}" if abs(number) < 1000 else f"{number:.3g}"

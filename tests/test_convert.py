@@ -1,0 +1,459 @@
+"""Conversion: which BatchNorm belongs to which convolution, and what takes its place."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from balnorm import (
+    BalNormConv1d,
+    BalNormConv2d,
+    BalNormConv3d,
+    BalNormConvTranspose2d,
+    BalNormLayer,
+    BalNormLinear,
+    convert,
+)
+from balnorm.attribution import Attribution
+from balnorm.flow import recorded, traced
+from balnorm.init import unit_variance_gain
+
+
+def conv(inputs, outputs, kernel=3, **options):
+    return nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False, **options)
+
+
+class PreActivationBlock(nn.Module):
+    """norm-relu-conv, twice; the norm's output also feeds the projection, the identity takes the raw input."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.norm1, self.conv1 = nn.BatchNorm2d(inputs), conv(inputs, outputs)
+        self.norm2, self.conv2 = nn.BatchNorm2d(outputs), conv(outputs, outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut = conv(inputs, outputs, 1) if inputs != outputs else None
+
+    def forward(self, x):
+        y = self.relu(self.norm1(x))
+        shortcut = x if self.shortcut is None else self.shortcut(y)
+        return self.conv2(F.relu(self.norm2(self.conv1(y)))) + shortcut
+
+
+class PostActivationBlock(nn.Module):
+    """One ReLU module for all, as in torchvision."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv1, self.bn1 = conv(channels, channels), nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = conv(channels, channels), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.relu(self.bn1(self.conv1(x)))
+        return self.relu(self.bn2(self.conv2(y)) + x)
+
+
+def pre_activation_network(last_norm=True):
+    return nn.Sequential(
+        conv(3, 8),
+        PreActivationBlock(8, 8),
+        PreActivationBlock(8, 16),
+        PreActivationBlock(16, 16),
+        nn.BatchNorm2d(16) if last_norm else nn.Identity(),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+    )
+
+
+class Steps(nn.Module):
+    """A model whose forward is given as a function of the module and its input."""
+
+    def __init__(self, forward, **modules):
+        super().__init__()
+        self.run = forward
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+class Untraceable(nn.Module):
+    """Python that depends on values, which symbolic tracing cannot follow."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x if x.sum() > 0 else x + 1)
+
+
+MODELS = {
+    "sequential": lambda: nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), conv(8, 4), nn.BatchNorm2d(4)),
+    "post-activation": lambda: nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), PostActivationBlock(8)),
+    "pre-activation": pre_activation_network,
+    "pre-activation, no last norm": lambda: pre_activation_network(last_norm=False),
+    "depthwise": lambda: nn.Sequential(
+        conv(3, 8), nn.BatchNorm2d(8), nn.ReLU6(), conv(8, 8, groups=8), nn.BatchNorm2d(8), conv(8, 4, 1)
+    ),
+}
+
+
+def loss(model, x):
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("traceable", [True, False])
+def test_a_converted_model_trains_and_is_not_converted_again(name, traceable):
+    model = MODELS[name]() if traceable else Untraceable(MODELS[name]())
+    x = torch.rand(4, 3, 8, 8)
+    model, report = convert(model, example_input=None if traceable else x)
+    assert report.balanced
+    assert sum(isinstance(module, BalNormLayer) for module in model.modules()) == len(report.balanced)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loss(model, x).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    optimizer.step()
+    assert loss(model, x).isfinite()
+
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    again, second = convert(model, example_input=x)
+    assert again is model
+    assert not second.balanced
+    assert not second.removed
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tracing_and_recording_agree(name):
+    model = MODELS[name]()
+    x = torch.randn(2, 3, 8, 8)
+    symbolic, watched = (Attribution(model, flow) for flow in (traced(model, (x,)), recorded(model, (x,))))
+    assert symbolic.balanced == watched.balanced
+    assert symbolic.removed.keys() == watched.removed.keys()
+    assert symbolic.kept == watched.kept
+    assert all(symbolic.signed(layer) == watched.signed(layer) for layer in symbolic.balanced)
+
+
+def test_every_convolution_of_a_pre_activation_network_is_balanced():
+    for last_norm in (True, False):
+        model, report = convert(pre_activation_network(last_norm))
+        assert not any(type(module) is nn.Conv2d for module in model.modules()), report
+        left = [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
+        assert left == (["4"] if last_norm else [])
+
+
+def test_without_its_norm_an_activation_in_place_leaves_the_shortcut_alone():
+    """A removed norm in front of an in-place ReLU once let the ReLU overwrite the residual stream."""
+    model, _ = convert(pre_activation_network())
+    block = model[1]
+    x = torch.randn(2, 8, 4, 4)
+    before = x.clone()
+    out = block(x)
+    assert torch.equal(x, before)
+    expected = block.conv2(F.relu(block.conv1(F.relu(before)))) + before
+    assert torch.allclose(out, expected, atol=1e-5)
+
+
+def test_an_output_layer_without_a_norm_stays():
+    model, report = convert(nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), conv(8, 2)))
+    assert report.balanced == ["0"]
+    assert type(model[3]) is nn.Conv2d
+    assert report.rows[-1].why == "no BatchNorm follows or feeds it"
+
+
+@pytest.mark.parametrize(
+    ("layer", "norm", "expected"),
+    [
+        (nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), BalNormConv1d),
+        (nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), BalNormConv2d),
+        (nn.Conv2d(2, 4, 3), nn.SyncBatchNorm(4), BalNormConv2d),
+        (nn.Conv3d(2, 4, 3), nn.BatchNorm3d(4), BalNormConv3d),
+        (nn.ConvTranspose2d(2, 4, 3), nn.BatchNorm2d(4), BalNormConvTranspose2d),
+        (nn.Linear(2, 4), nn.BatchNorm1d(4), BalNormLinear),
+    ],
+)
+def test_every_kind_of_layer_is_converted(layer, norm, expected):
+    model, _ = convert(nn.Sequential(layer, norm), mass="position", one_pass=False)
+    assert type(model[0]) is expected
+    assert type(model[1]) is nn.Identity
+    assert model[0].weight is layer.weight
+    assert not model[0].one_pass
+    assert model[0].mass == ("channel" if expected is BalNormLinear else "position")
+    assert model[0].sync_stats == isinstance(norm, nn.SyncBatchNorm)
+
+
+def test_scale_shift_and_momentum_of_the_norm_are_taken_over():
+    norm = nn.BatchNorm2d(4, momentum=None)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    norm.bias.requires_grad_(False)
+    scale, shift = norm.weight.detach().clone(), norm.bias.detach().clone()
+    layer = convert(nn.Sequential(nn.Conv2d(3, 4, 3, bias=True), norm))[0][0]
+    assert torch.allclose(layer.gain, scale * unit_variance_gain(27))
+    assert torch.equal(layer.bias, shift)
+    assert layer.momentum is None
+    assert layer.gain.requires_grad
+    assert not layer.bias.requires_grad
+
+
+def test_a_norm_that_starts_at_zero_leaves_the_initial_gain():
+    """timm starts the last norm of a residual block at zero; a gain of zero made such branches all but untrainable."""
+    norm = nn.BatchNorm2d(4)
+    nn.init.zeros_(norm.weight)
+    layer = convert(nn.Sequential(nn.Conv2d(3, 4, 3), norm))[0][0]
+    assert torch.allclose(layer.gain, torch.full((4,), unit_variance_gain(27)))
+
+
+def test_a_norm_without_scale_and_shift_leaves_none():
+    layer = convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False)))[0][0]
+    assert layer.bias is None
+    assert [name for name, _ in layer.named_parameters()] == ["weight"]
+
+
+def test_options_override_what_the_norm_says():
+    layer = convert(MODELS["sequential"](), momentum=0.5, signed_input=True, gain_init=1.0)[0][3]
+    assert (layer.momentum, layer.signed_input, layer.gain[0].item()) == (0.5, True, 1.0)
+
+
+def test_layers_with_negative_inputs_are_signed():
+    def layers():
+        return nn.Sequential(
+            *(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU()),
+            *(conv(8, 8), nn.BatchNorm2d(8)),  # no activation: the next one gets both signs
+            *(conv(8, 8), nn.BatchNorm2d(8), nn.SiLU()),
+            *(conv(8, 8), nn.BatchNorm2d(8), nn.Hardtanh(0, 6), nn.MaxPool2d(2), nn.Dropout()),
+            *(conv(8, 8), nn.BatchNorm2d(8)),
+        )
+
+    def signed(example):
+        model, _ = convert(layers(), example_input=example)
+        return [module.signed_input for module in model if isinstance(module, BalNormLayer)]
+
+    pixels = torch.rand(2, 3, 8, 8)
+    assert signed(None) == [False, False, True, True, False]
+    assert signed(pixels) == [False, False, True, True, False]
+    assert signed(pixels - 0.5) == [True, False, True, True, False]
+
+
+def test_a_dry_run_changes_nothing():
+    model = pre_activation_network()
+    original = copy.deepcopy(model)
+    same, report = convert(model, dry_run=True)
+    assert same is model
+    assert str(model) == str(original)
+    assert report == convert(model)[1]
+
+
+def test_modes_devices_and_dtypes_are_kept():
+    model = MODELS["sequential"]().to(torch.float64).eval()
+    model[0].train()
+    model, _ = convert(model)
+    assert [module.training for module in model] == [True, False, False, False, False]
+    assert all(tensor.dtype == torch.float64 for tensor in model.state_dict().values() if tensor.is_floating_point())
+    assert all(tensor.is_meta for tensor in convert(MODELS["sequential"]().to("meta"))[0].state_dict().values())
+
+
+def test_converting_draws_no_random_numbers():
+    model = MODELS["sequential"]()
+    state = torch.get_rng_state()
+    convert(model, example_input=torch.ones(1, 3, 8, 8))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Shared modules, and what cannot be attributed
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_module_with_two_names_is_replaced_under_both():
+    model = nn.Sequential(conv(3, 3), nn.BatchNorm2d(3), nn.ReLU())
+    model = nn.ModuleDict({"a": model, "b": model})
+    both = Steps(lambda self, x: self.pair["b"](self.pair["a"](x)), pair=model)
+    convert(both)
+    assert type(both.pair["a"][0]) is BalNormConv2d
+    assert both.pair["a"][0] is both.pair["b"][0]
+
+
+def test_shared_weights_stay_shared():
+    first, second = conv(3, 3), conv(3, 3)
+    second.weight = first.weight
+    model, _ = convert(nn.Sequential(first, nn.BatchNorm2d(3), nn.ReLU(), second, nn.BatchNorm2d(3)))
+    assert model[0].weight is model[3].weight
+    assert model[0].gain is not model[3].gain
+
+
+def test_one_norm_behind_two_convolutions_goes_with_both():
+    model = Steps(
+        lambda self, x: self.norm(self.first(x)) + self.norm(self.second(x)),
+        first=conv(3, 4),
+        second=conv(3, 4, 1),
+        norm=nn.BatchNorm2d(4),
+    )
+    assert convert(model)[1].balanced == ["first", "second"]
+    assert type(model.norm) is nn.Identity
+
+
+def shared_convolution():
+    return Steps(
+        lambda self, x: self.norm2(self.conv(self.norm1(self.conv(x)).relu())),
+        conv=conv(3, 3),
+        norm1=nn.BatchNorm2d(3),
+        norm2=nn.BatchNorm2d(3),
+    )
+
+
+def also_used_elsewhere():
+    return Steps(lambda self, x: (y := self.conv(x)) + self.norm(y), conv=conv(3, 3), norm=nn.BatchNorm2d(3))
+
+
+def written_in_between():
+    def forward(self, x):
+        y = self.conv(x)
+        y[:, :1].relu_()
+        return self.norm(y)
+
+    return Steps(forward, conv=conv(3, 3), norm=nn.BatchNorm2d(3))
+
+
+def used_as_a_function():
+    return Steps(
+        lambda self, x: self.norm(F.conv2d(self.conv(x), self.conv.weight, padding=1)),
+        conv=conv(3, 3),
+        norm=nn.BatchNorm2d(3),
+    )
+
+
+def with_a_hook():
+    layer = conv(3, 3)
+    layer.register_forward_hook(lambda *_: None)
+    return nn.Sequential(layer, nn.BatchNorm2d(3))
+
+
+class OwnNorm(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class OwnConv(nn.Conv2d):
+    pass
+
+
+UNATTRIBUTABLE = {
+    "a convolution called twice, with two norms": (shared_convolution, "called more than once"),
+    "an output that is used twice": (also_used_elsewhere, "the output of conv goes elsewhere too"),
+    "an output that is written to": (written_in_between, ""),
+    "a weight that is used as such": (used_as_a_function, "it follows conv"),
+    "a hook": (with_a_hook, "it has hooks, which would be lost"),
+    "an unknown norm": (lambda: nn.Sequential(conv(3, 3), OwnNorm(3)), "a OwnNorm may do something else"),
+    "an unknown convolution": (
+        lambda: nn.Sequential(OwnConv(3, 3, 1), nn.BatchNorm2d(3)),
+        "it follows 0, which stays (not one of torch's own layers: a OwnConv may do something else)",
+    ),
+    "a norm of the input": (lambda: nn.Sequential(nn.BatchNorm2d(3), conv(3, 3)), "it follows the model's input"),
+    "a norm before the head": (
+        lambda: nn.Sequential(nn.ReLU(), nn.Flatten(), nn.BatchNorm1d(192), nn.Linear(192, 2)),
+        "it follows 1, and it feeds 3",
+    ),
+    "a kernel of one weight": (
+        lambda: nn.Sequential(conv(3, 3, 1, groups=3), nn.BatchNorm2d(3)),
+        "one weight per output: there is nothing to balance",
+    ),
+    "a norm that is never called": (
+        lambda: Steps(lambda self, x: self.conv(x), conv=conv(3, 3), norm=nn.BatchNorm2d(3)),
+        "the forward pass does not call it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNATTRIBUTABLE)
+@pytest.mark.parametrize("traceable", [True, False])
+def test_what_cannot_be_attributed_stays_and_the_report_says_why(name, traceable):
+    build, reason = UNATTRIBUTABLE[name]
+    model = build() if traceable else Untraceable(build())
+    original = str(model)
+    x = torch.rand(2, 3, 8, 8)
+    model, report = convert(model, example_input=x)
+    assert str(model) == original
+    reasons = [row.why.replace("inner.", "") for row in report.rows if "Norm" in row.kind]
+    assert any(reason in why for why in reasons), reasons
+    with pytest.raises(ValueError, match="these norms would stay"):
+        convert(model, example_input=x, strict=True)
+    assert str(model) == original
+
+
+def test_an_unknown_activation_after_the_norm_is_not_crossed():
+    """x * sigmoid(x) written out: whether the norm can go is not known, so in a pre-activation network it stays."""
+    block = Steps(
+        lambda self, x: x + self.conv((y := self.norm(x)) * torch.sigmoid(y)), conv=conv(3, 3), norm=nn.BatchNorm2d(3)
+    )
+    _, report = convert(nn.Sequential(nn.ReLU(), block))
+    assert not report.balanced
+    assert report.rows[-1].why == "it follows 0, and it feeds mul()"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Skipping, refusing, reporting
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_skipped_modules_stay_with_their_norm():
+    model, report = convert(MODELS["sequential"](), skip="0")
+    assert report.balanced == ["3"]
+    assert type(model[1]) is nn.BatchNorm2d
+    model, report = convert(pre_activation_network(), skip=["[12]", "3.conv?"])
+    assert {row.layer for row in report.rows if row.why == "skipped, as asked"} >= {"1.conv1", "2.norm2", "3.conv2"}
+    with pytest.raises(ValueError, match="skip='layer9' matches no module"):
+        convert(MODELS["sequential"](), skip=["layer9"])
+    convert(MODELS["sequential"](), skip="1", strict=True)
+
+
+def test_bad_options_fail_before_anything_changes():
+    model = MODELS["sequential"]()
+    with pytest.raises(ValueError, match="mass must be one of 'channel', 'position', got 'median'"):
+        convert(model, mass="median")
+    with pytest.raises(TypeError, match="epsilon"):
+        convert(model, epsilon=1e-5)
+    assert type(model[0]) is nn.Conv2d
+
+
+def test_models_that_cannot_be_traced_need_an_example():
+    with pytest.raises(ValueError, match=r"cannot be traced symbolically .* give example_input"):
+        convert(Untraceable(MODELS["sequential"]()))
+
+
+def test_wrapped_models_are_refused():
+    model = MODELS["sequential"]()
+    with pytest.raises(ValueError, match=r"the model is wrapped in DataParallel.*its \.module"):
+        convert(nn.DataParallel(model))
+    with pytest.raises(ValueError, match="compile it afterwards"):
+        convert(torch.compile(model, backend="eager"))
+
+
+def test_recording_leaves_the_model_as_it_was():
+    model = Untraceable(nn.Sequential(MODELS["sequential"](), nn.Dropout(), OwnNorm(4)))
+    model.inner[0][0].eval()
+    before, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+    recorded(model, (torch.rand(2, 3, 8, 8),))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [module.training for module in model.modules()] == modes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(RuntimeError):
+        recorded(model, (torch.rand(2, 5, 8, 8),))
+    assert [module.training for module in model.modules()] == modes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_report_prints_as_a_table():
+    _, report = convert(nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), conv(8, 2)))
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["layer", "kind", "action", "why"]
+    assert len(lines) == 2 + 3 + 2
+    assert lines[-1] == "1 of 2 layers balanced, 1 of 1 BatchNorms removed"
+    assert (report.balanced, report.removed, report.kept) == (["0"], ["1"], ["3"])

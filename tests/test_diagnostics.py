@@ -1,0 +1,117 @@
+"""The balance report: the paper's Figure 1 in numbers, and the covariate shift between two of them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from balnorm import BalNormConv2d, balance_report, convert, freeze_stats
+from cases import CASES, small_network
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_balanced_layers_contribute_their_gain_on_both_sides(name):
+    layer = CASES[name].build(mass="position", one_pass=False)
+    (row,) = balance_report(layer, CASES[name].input()).layers
+    # the pointwise mass of a linear layer leaves nothing out; a transposed one with stride likewise
+    assert torch.allclose(row.positive, layer.gain.double(), rtol=1e-4)
+    assert torch.allclose(row.negative, layer.gain.double(), rtol=1e-4)
+    assert torch.allclose(row.mean, torch.zeros_like(row.mean), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("training", [True, False])
+def test_contributions_add_up_to_the_mean_output(name, training):
+    layer = CASES[name].build().train(training)
+    nn.init.normal_(layer.bias)
+    x = CASES[name].input()
+    for module in (layer, layer.fuse()):
+        (row,) = balance_report(module, x).layers
+        y = module(x).detach()
+        channel = -1 if name == "linear" else 1
+        expected = y.movedim(channel, 0).flatten(1).mean(1).double()
+        assert torch.allclose(row.mean, expected, atol=1e-5)
+        assert torch.allclose(row.positive - row.negative + module.bias.detach(), expected, atol=1e-3, rtol=1e-3)
+        assert torch.allclose(row.std, y.movedim(channel, 0).flatten(1).std(1, correction=0).double(), atol=1e-5)
+
+
+def test_the_report_changes_nothing():
+    model = nn.Sequential(small_network(), nn.Dropout(), nn.BatchNorm1d(5))
+    model(torch.rand(4, 3, 6, 6))
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    balance_report(model, (torch.rand(4, 3, 6, 6), torch.zeros(4)))
+    torch.set_rng_state(random)
+    first = balance_report(model, torch.ones(4, 3, 6, 6))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not any(module._forward_hooks for module in model.modules())
+    assert [row.kind for row in first.layers] == [
+        "BalNormConv2d",
+        "BalNormConvTranspose2d",
+        "BalNormLinear",
+        "BatchNorm1d",
+    ]
+
+
+def test_frozen_layers_are_measured_with_their_running_mass():
+    layer = freeze_stats(BalNormConv2d(1, 4, 3, mass="position", one_pass=False))
+    layer.running_mass.fill_(2.0)
+    (row,) = balance_report(layer, torch.ones(2, 1, 5, 5)).layers
+    assert torch.allclose(row.positive, layer.gain.double() / 2)
+
+
+def test_a_layer_that_is_called_twice_has_two_rows():
+    layer = BalNormConv2d(3, 3, 3, padding=1)
+    report = balance_report(nn.Sequential(layer, nn.ReLU(), layer), torch.rand(2, 3, 6, 6))
+    assert [row.layer for row in report.layers] == ["0", "0 (call 2)"]
+
+
+def network(norm):
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Conv2d(8, 8, 3), norm(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)
+    )
+
+
+def test_the_shift_over_two_steps_is_smaller_with_balanced_layers():
+    """The paper's claim, on a small network: balanced and batch-normalised outputs move less than unnormalised ones."""
+    x, y = torch.rand(32, 3, 8, 8), torch.arange(32) % 4
+    shifts = {}
+    for name in ("none", "batchnorm", "balnorm"):
+        torch.manual_seed(0)
+        model = network(nn.Identity if name == "none" else nn.BatchNorm2d)
+        if name == "balnorm":
+            model, _ = convert(model)
+        before = balance_report(model, x)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        report = balance_report(model, x, before=before)
+        watched = "BatchNorm2d" if name == "batchnorm" else ("BalNormConv2d" if name == "balnorm" else "Conv2d")
+        moves = zip(report.layers, report.shift(), strict=True)
+        shifts[name] = max(moved.median().item() for row, (moved, _) in moves if row.kind == watched)
+        assert "mean moved by (std)" in str(report).splitlines()[0]
+    assert shifts["balnorm"] < shifts["none"] / 2
+    assert shifts["batchnorm"] < shifts["none"] / 2
+
+
+def test_only_reports_of_the_same_layers_compare():
+    report = balance_report(BalNormConv2d(3, 4, 3), torch.rand(2, 3, 6, 6))
+    with pytest.raises(ValueError, match="before= is a report of another model"):
+        balance_report(small_network(), torch.rand(2, 3, 6, 6), before=report)
+    with pytest.raises(ValueError, match="nothing to compare with"):
+        report.shift()
+
+
+def test_the_figure_shows_every_layer(tmp_path):
+    pytest.importorskip("matplotlib")
+    model, x = network(nn.BatchNorm2d), torch.rand(4, 3, 8, 8)
+    before = balance_report(model, x)
+    for report, panels in ((before, 2), (balance_report(model, x, before=before), 3)):
+        figure = report.figure()
+        assert len(figure.axes) == panels
+        assert [label.get_text() for label in figure.axes[-1].get_xticklabels()] == ["0", "1", "3", "4", "7"]
+        figure.savefig(tmp_path / "report.svg")
+        assert (tmp_path / "report.svg").read_text().startswith("<?xml")

@@ -1,0 +1,232 @@
+"""Folding, re-estimating and freezing statistics, and parameter groups."""
+
+import copy
+import io
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from balnorm import (
+    BalNormConv2d,
+    BalNormLayer,
+    BalNormLinear,
+    fold,
+    freeze_stats,
+    param_groups,
+    unfreeze_stats,
+    update_stats,
+)
+from cases import CASES, MASS_AND_PASS, digits_network, small_network
+
+
+def trained(**options):
+    model = small_network(**options)
+    for _ in range(3):
+        model(torch.rand(4, 3, 6, 6))
+    return model
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Fold
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+def test_a_folded_model_computes_the_same(mass, one_pass):
+    model = trained(mass=mass, one_pass=one_pass).eval()
+    folded = fold(model)
+    x = torch.rand(5, 3, 9, 7)
+    assert torch.allclose(folded(x), model(x), atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(folded(x), model(x))
+
+
+def test_fold_copies_unless_asked_not_to():
+    model = trained()
+    original = copy.deepcopy(model)
+    folded = fold(model)
+    assert str(model) == str(original)
+    assert not any(isinstance(module, BalNormLayer) for module in folded.modules())
+    assert {p.data_ptr() for p in model.parameters()}.isdisjoint(p.data_ptr() for p in folded.parameters())
+    assert fold(model, inplace=True) is model
+    assert str(model) == str(folded)
+    assert str(fold(model)) == str(model)
+
+
+def test_a_single_layer_folds():
+    layer = BalNormConv2d(3, 4, 3)
+    assert type(fold(layer)) is nn.Conv2d
+    assert type(fold(layer, inplace=True)) is nn.Conv2d
+
+
+def test_a_shared_layer_is_folded_once():
+    layer = BalNormConv2d(3, 3, 3, padding=1)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    for inplace in (False, True):
+        folded = fold(model, inplace=inplace)
+        assert folded[0] is folded[2]
+        assert type(folded[0]) is nn.Conv2d
+
+
+def test_a_folded_model_unpickles_without_balnorm():
+    model = fold(trained().eval())
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    program = """if True:
+        import io, sys
+        sys.modules["balnorm"] = None  # any import of it fails
+        import torch
+        model = torch.load(io.BytesIO(sys.stdin.buffer.read()), weights_only=False)
+        print(tuple(model(torch.rand(2, 3, 6, 6)).shape))
+    """
+    done = subprocess.run([sys.executable, "-c", program], input=buffer.getvalue(), capture_output=True, check=False)
+    assert done.stdout.decode().strip() == "(2, 5)", done.stderr.decode()
+
+
+def test_fold_tells_what_it_folded(caplog):
+    with caplog.at_level(logging.INFO, "balnorm"):
+        fold(trained())
+    assert caplog.messages == ["folding 3 layers: 0, 2, 6"]
+
+
+def test_layers_without_a_running_mass_cannot_be_folded():
+    model = nn.Sequential(nn.ReLU(), BalNormConv2d(3, 4, 3, track_running_stats=False))
+    with pytest.raises(ValueError, match="1 has track_running_stats=False"):
+        fold(model)
+    with pytest.raises(ValueError, match="the layer has track_running_stats=False"):
+        fold(model[1], inplace=True)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Statistics
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mass", ["channel", "position"])
+def test_update_stats_is_exact_over_batches_of_any_size(name, mass):
+    case = CASES[name]
+    layer = case.build(mass=mass, stats_fraction=0.5, momentum=0.3)
+    everything = torch.cat([case.input() for _ in range(4)])
+    sizes = [1, 5, len(everything) - 6]
+    update_stats([(batch, "target") for batch in everything.split(sizes)], nn.Sequential(layer))
+    alone = case.build(mass=mass, momentum=None)
+    alone(everything)
+    assert torch.allclose(layer.running_mass, alone.running_mass, atol=1e-6)
+    assert layer.num_batches_tracked == 3
+    assert (layer.momentum, layer.stats_fraction) == (0.3, 0.5)
+
+
+def test_update_stats_weighs_images_by_their_size():
+    layer = BalNormConv2d(1, 2, 1)
+    update_stats([torch.full((1, 1, 2, 2), 1.0), torch.full((1, 1, 4, 4), 6.0)], layer)
+    assert layer.running_mass.item() == pytest.approx((4 * 1 + 16 * 6) / 20)
+
+
+def test_update_stats_leaves_everything_else_alone():
+    model = nn.Sequential(BalNormConv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), BalNormConv2d(4, 4, 1))
+    freeze_stats(model[3])
+    model[0].eval()
+    before = copy.deepcopy(model.state_dict())
+    update_stats([torch.rand(4, 3, 6, 6)], model)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"0.running_mass", "0.num_batches_tracked"}
+    assert [module.training for module in model] == [False, True, True, True]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_update_stats_ignores_what_is_not_finite_or_empty():
+    layer = BalNormConv2d(1, 2, 3)
+    good, bad = torch.rand(2, 1, 5, 5), torch.full((2, 1, 5, 5), torch.inf)
+    update_stats([good, bad, good[:0]], layer)
+    assert torch.allclose(layer.running_mass, good.sum() / (2 * 9))
+    assert layer.num_batches_tracked == 1
+
+
+def test_a_failed_update_loses_nothing():
+    model = trained()
+    before = copy.deepcopy(model.state_dict())
+
+    def batches():
+        yield torch.rand(2, 3, 6, 6)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        update_stats(batches(), model)
+    with pytest.raises(ValueError, match="no batch reached a balanced layer"):
+        update_stats([], model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model[0].momentum == 0.1
+
+
+def test_averaged_weights_need_new_statistics(digits):
+    """EMA: the averaged weights have met none of the batches that the statistics come from."""
+    images, labels = digits
+    model = digits_network()
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.97))
+    optimizer = torch.optim.SGD(param_groups(model, 1e-4), lr=0.3, momentum=0.9)
+    for _ in range(40):
+        batch = torch.randperm(len(images))[:64]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer.step()
+        averaged.update_parameters(model)
+
+    def loss():
+        with torch.no_grad():
+            return nn.functional.cross_entropy(averaged(images), labels).item()
+
+    averaged.eval()
+    stale = loss()
+    update_stats(images.split(100), averaged)
+    renewed = loss()
+    averaged.train()
+    assert renewed == pytest.approx(loss(), rel=0.02)  # that of training mode, where each batch has its own statistics
+    assert stale > 1.3 * renewed
+
+
+def test_frozen_statistics_survive_train():
+    model = freeze_stats(trained()).train()
+    before = copy.deepcopy(model.state_dict())
+    x = torch.rand(4, 3, 6, 6)
+    out = model(x)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.allclose(out, copy.deepcopy(model).eval()(x))
+    unfreeze_stats(model)(x)
+    assert not torch.equal(model[0].running_mass, before["0.running_mass"])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Parameter groups
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_gains_biases_and_norms_are_not_decayed():
+    model = nn.Sequential(
+        BalNormConv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.LayerNorm((4, 6, 6)),
+        nn.PReLU(),
+        nn.Flatten(),
+        BalNormLinear(144, 2),
+    )
+    decayed, others = param_groups(model, weight_decay=0.01)
+    assert {id(p) for p in decayed["params"]} == {id(model[0].weight), id(model[5].weight)}
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.01, 0.0)
+    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+def test_frozen_and_shared_parameters():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    first.bias.requires_grad_(False)
+    decayed, others = param_groups(nn.Sequential(first, second), weight_decay=0.01)
+    assert (len(decayed["params"]), len(others["params"])) == (1, 1)
+    assert len(param_groups(nn.Linear(2, 2, bias=False), 0.1)) == 1
+    with pytest.raises(ValueError, match="weight_decay must not be negative, got -1"):
+        param_groups(first, -1)
