@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from balnorm import BalNormConv2d, balance_report, convert, freeze_stats
+from balnorm import BalNormConv2d, BalNormConvTranspose2d, balance_report, convert, freeze_stats
 from cases import CASES, small_network
 
 
@@ -52,6 +52,36 @@ def test_the_report_changes_nothing():
         "BalNormLinear",
         "BatchNorm1d",
     ]
+
+
+def test_transposed_layers_with_an_output_size():
+    class Up(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = BalNormConvTranspose2d(3, 4, 3, stride=2, padding=1, mass="position", one_pass=False)
+
+        def forward(self, x):
+            return self.up(input=x, output_size=(12, 12))
+
+    (row,) = balance_report(Up(), torch.rand(2, 3, 6, 6)).layers
+    assert torch.allclose(row.positive, row.gain.double(), rtol=1e-4)
+    assert torch.allclose(row.mean, torch.zeros(4).double(), atol=1e-5)
+
+
+def test_other_batches_are_refused_and_leave_no_hooks():
+    model = small_network()
+    with pytest.raises(TypeError, match=r"a batch must be a tensor, or a tuple or list .*, got a dict"):
+        balance_report(model, {"image": torch.rand(2, 3, 6, 6)})
+    with pytest.raises(ValueError, match="expected an input of shape"):
+        balance_report(model, torch.rand(2, 5, 6, 6))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_compiled_model_is_looked_into():
+    model = small_network()
+    compiled = torch.compile(model, backend="eager")
+    x = torch.rand(2, 3, 6, 6)
+    assert str(balance_report(compiled, x)) == str(balance_report(model, x))
 
 
 def test_frozen_layers_are_measured_with_their_running_mass():

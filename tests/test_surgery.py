@@ -148,6 +148,26 @@ def test_update_stats_ignores_what_is_not_finite_or_empty():
     assert layer.num_batches_tracked == 1
 
 
+def test_hooks_that_change_an_output_do_not_change_its_weight():
+    layer = BalNormConv2d(1, 2, 1)
+    layer.register_forward_hook(lambda module, args, output: output[:1])
+    update_stats([torch.full((1, 1, 2, 2), 1.0), torch.full((9, 1, 2, 2), 5.0)], layer)
+    assert layer.running_mass.item() == pytest.approx(4.6)
+
+
+def test_a_compiled_model_is_updated():
+    model = nn.Sequential(BalNormConv2d(1, 2, 1))
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.rand(2, 1, 3, 3))
+    update_stats([torch.full((1, 1, 2, 2), 7.0)], compiled)
+    assert model[0].running_mass.item() == pytest.approx(7.0)
+
+
+def test_other_batches_are_refused():
+    with pytest.raises(TypeError, match=r"a batch must be a tensor, or a tuple or list .*, got a dict"):
+        update_stats([{"image": torch.rand(2, 1, 3, 3)}], BalNormConv2d(1, 2, 1))
+
+
 def test_a_failed_update_loses_nothing():
     model = trained()
     before = copy.deepcopy(model.state_dict())

@@ -7,7 +7,7 @@ import torch
 from benchmarks.zoo import SLOW, TIMM, TORCHVISION, build, import_timm, trial
 
 from balnorm.attribution import Attribution
-from balnorm.flow import recorded, traced
+from balnorm.flow import recorded, traced, undisturbed
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed"),
@@ -57,7 +57,8 @@ def test_networks_convert_train_and_fold(library, name):
 @pytest.mark.parametrize(("library", "name"), [pair for pair in NETWORKS if pair[1] not in ("vgg11_bn", "xception41p")])
 def test_tracing_and_recording_see_the_same(library, name):
     model, x = build(library, name)
-    symbolic, watched = (Attribution(model, flow) for flow in (traced(model, (x,)), recorded(model, (x,))))
+    with undisturbed(model):
+        symbolic, watched = (Attribution(model, flow) for flow in (traced(model, (x,)), recorded(model, (x,))))
     assert symbolic.balanced == watched.balanced
     assert symbolic.removed.keys() == watched.removed.keys()
     assert symbolic.kept.keys() == watched.kept.keys()

@@ -55,6 +55,8 @@ _BEHIND_A_NORM = {
     *("maxpool", "pad"),
 }
 _BEHIND_A_SUM = {*_BEHIND_A_NORM, "add", "cat"}
+# What may stand between layers and a norm that belongs to what it feeds: sums and all that leaves channels channels.
+_BEFORE_A_SUM = {*_BEHIND_A_SUM, "mul", "getitem", "slice", "split", "splitwithsizes", "chunk", "upsamplenearest"}
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,10 @@ class Attribution:
         self.kept = {module: reason for module in candidates if (reason := self._excluded(module))}
         norms = [module for module in candidates if is_batch_norm(module) and module not in self.kept]
         layers = [module for module in candidates if _is_layer(module) and module not in self.kept]
-        followed = {layer: norm for layer in layers if (norm := self._following(layer)) in norms}
+        followed = {layer: norm for layer in layers if (norm := self._following(layer))}
         for norm in norms:
             its_layers = [layer for layer, following in followed.items() if following is norm]
-            if self._calls(its_layers) == self._calls([norm]):
+            if its_layers and self._calls(its_layers) == self._calls([norm]):
                 self.balanced.update({layer: Partner(norm, "follows") for layer in its_layers})
                 self.removed[norm] = f"follows {self._list(its_layers)}"
         for norm in norms:
@@ -105,6 +107,11 @@ class Attribution:
             if layer not in self.balanced:
                 norm = followed.get(layer)
                 self.kept[layer] = f"its {self.names[norm]} stays" if norm else "no BatchNorm follows or feeds it"
+
+    def left_as_asked(self, norm: nn.Module) -> bool:
+        """Whether a norm stays because it, or the layer that it follows, is to be skipped."""
+        calls = self.flow.by_module.get(norm, [])
+        return norm in self.skipped or any(_source(call).module in self.skipped for call in calls)
 
     def signed(self, layer: nn.Module) -> bool:
         """Whether the layer's input can be negative."""
@@ -129,12 +136,14 @@ class Attribution:
         if kind not in BALANCED and kind not in _WEIGHT_DIMENSIONS and not is_norm_act(module):
             return f"not one of torch's own layers: a {kind.__name__} may do something else"
         if module not in self.flow.by_module:
-            return "the forward pass does not call it"
+            return "the forward pass does not call it, or only inside another layer"
         if module in self.flow.used_directly:
             return "its tensors are used outside its own call too"
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         if any(hooks):
             return "it has hooks, which would be lost"
+        if "forward" in vars(module):
+            return "its forward was replaced, which would be lost"
         if _is_layer(module) and _fan_in(module) < 2:
             return "one weight per output: there is nothing to balance"
         return None
@@ -144,18 +153,36 @@ class Attribution:
 
     def _following(self, layer: nn.Module) -> nn.Module | None:
         """The norm that the output of a layer always goes to, and nothing else."""
-        users = {_only_user(call) for call in self.flow.by_module[layer]}
+        users = [_only_user(call) for call in self.flow.by_module[layer]]
         modules = {user.module if user else None for user in users}
         norm = modules.pop() if len(modules) == 1 else None
-        return norm if norm is not None and is_batch_norm(norm) and _fits(layer, norm) else None
+        return norm if norm is not None and is_batch_norm(norm) and self._fits(layer, norm) else None
+
+    def _fits(self, layer: nn.Module, norm: nn.Module) -> bool:
+        """Whether the channels of the norm are the outputs of the layer."""
+        assert isinstance(layer, _ConvNd | nn.Linear)
+        if not isinstance(norm, _BatchNorm):
+            return False
+        if isinstance(layer, nn.Linear):
+            # A norm of something with three dimensions goes over the second, a linear layer over the last.
+            outputs, fitting = layer.out_features, all(call.dimensions == 2 for call in self.flow.by_module[layer])
+        else:
+            outputs, fitting = layer.out_channels, True
+        allowed = [dimensions for kind, dimensions in _WEIGHT_DIMENSIONS.items() if isinstance(norm, kind)]
+        return fitting and norm.num_features == outputs and any(layer.weight.dim() in some for some in allowed)
 
     def _attribute_to_fed_layers(self, norm: nn.Module) -> None:
         self.kept[norm] = self._why_not_following(norm)
         for call in self.flow.by_module[norm]:
             source = _source(call)
             of_a_layer = source.module is not None and _is_layer(source.module)
-            if source.name == "input" or (of_a_layer and (source.module in self.kept or _only_user(source) is call)):
+            own = source.module in self.kept or _only_user(source) is call
+            if of_a_layer and (own or not _only_for_sums(source)):
                 return  # it has its place, whatever it feeds
+            if origin := self._strange_origin(call):
+                if origin is not source:
+                    self.kept[norm] += f", which comes from {self._describe(origin)}"
+                return
         fed, obstacle = self._fed(norm)
         if obstacle:
             self.kept[norm] += f", and {obstacle}"
@@ -195,10 +222,25 @@ class Attribution:
         self.not_in_place.extend(in_place)
         return list(fed), None
 
+    def _strange_origin(self, call: Call) -> Call | None:
+        """Something other than layers and norms that a norm's input comes from, past sums and the like."""
+        seen, steps = set[Call](), [call]
+        while steps:
+            for source in steps.pop().inputs:
+                known = source.module is not None and (_is_layer(source.module) or is_batch_norm(source.module))
+                if not known and source.name not in _BEFORE_A_SUM:
+                    return source
+                if not known and source not in seen:
+                    seen.add(source)
+                    steps.append(source)
+        return None
+
     def _behind_a_sum(self, layer: nn.Module) -> nn.Module | None:
         """The first norm that is removed and normalised a sum, or a concatenation, that a convolution is part of."""
         seen = set[Call]()
         steps = list(self.flow.by_module[layer]) if not isinstance(layer, nn.Linear) else []
+        if not all(_only_for_sums(step) for step in steps):
+            return None
         while steps:
             for user in steps.pop(0).users:
                 if user.module is not None and self.removed.get(user.module, "").startswith("feeds"):
@@ -216,7 +258,9 @@ class Attribution:
                 return f"it follows {self._describe(source)}"
             if layer in self.kept:
                 return f"it follows {self.names[layer]}, which stays ({self.kept[layer]})"
-            if not _fits(layer, norm):
+            if isinstance(layer, nn.Linear) and source.dimensions is None:
+                return f"it follows {self.names[layer]}, and only an example_input tells over which dimension it goes"
+            if not self._fits(layer, norm):
                 return f"it does not fit {self.names[layer]}, which it follows"
             if _only_user(source) is not call:
                 return f"the output of {self.names[layer]} goes elsewhere too"
@@ -233,8 +277,10 @@ class Attribution:
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether it is a BatchNorm of any kind, also of a kind that only its name tells."""
-    return isinstance(module, _BatchNorm) or "BatchNorm" in type(module).__name__
+    """Whether it is a BatchNorm of any kind, also of a kind that only its name and its buffers tell."""
+    return isinstance(module, _BatchNorm) or (
+        "BatchNorm" in type(module).__name__ and "running_mean" in dict(module.named_buffers(recurse=False))
+    )
 
 
 def is_norm_act(module: nn.Module) -> bool:
@@ -254,15 +300,6 @@ def _fan_in(layer: nn.Module) -> int:
     return layer.weight[0].numel()
 
 
-def _fits(layer: nn.Module, norm: nn.Module) -> bool:
-    assert isinstance(layer, _ConvNd | nn.Linear)
-    if not isinstance(norm, _BatchNorm):
-        return False
-    outputs = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
-    dimensions = [allowed for kind, allowed in _WEIGHT_DIMENSIONS.items() if isinstance(norm, kind)]
-    return norm.num_features == outputs and any(layer.weight.dim() in allowed for allowed in dimensions)
-
-
 def _only_user(call: Call) -> Call | None:
     """The one step that the output goes to, past those that may stand before a norm."""
     while len(call.users) == 1:
@@ -271,6 +308,13 @@ def _only_user(call: Call) -> Call | None:
             return user
         call = user
     return None
+
+
+def _only_for_sums(call: Call) -> bool:
+    """Whether the output goes to norms, or towards sums, and nowhere else."""
+    return all(
+        user.name in _BEHIND_A_SUM or (user.module is not None and is_batch_norm(user.module)) for user in call.users
+    )
 
 
 def _source(call: Call) -> Call:

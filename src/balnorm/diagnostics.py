@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from balnorm.composed import by_output
+from balnorm.flow import input_of_batch, undisturbed
 from balnorm.layers import BalNormLayer, layer_mass
 from balnorm.tables import text_table
 
@@ -156,31 +157,28 @@ def balance_report(
         -----  -------------  --------  --------  ----  ----  ----  ----
         0      BalNormConv2d      1.00      1.00  0.00  ...  22.7  1.00
     """
+    model = getattr(model, "_orig_mod", model)  # what was compiled: the hooks below would not be seen
     names = {module: name for name, module in model.named_modules()}
     rows: list[LayerBalance] = []
     calls: dict[str, int] = defaultdict(int)
 
-    def note(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         name = names[module]
         calls[name] += 1
         label = name if calls[name] == 1 else f"{name} (call {calls[name]})"
-        rows.append(_measure(label, module, args[0].detach(), output.detach()))
+        x = args[0] if args else kwargs["input"]
+        rows.append(_measure(label, module, x.detach(), output.detach()))
 
-    watched = [module for module in names if isinstance(module, _ConvNd | nn.Linear | _BatchNorm)]
-    handles = [module.register_forward_hook(note, prepend=True) for module in watched]
-    tensors = [*model.parameters(), *model.buffers()]
-    x = batch[0] if isinstance(batch, list | tuple) else batch
-    assert isinstance(x, Tensor)
-    x = x.to(tensors[0].device) if tensors else x
-    devices = [x.device] if x.device.type not in ("cpu", "meta") else []
-    try:
-        # Whatever the model writes into its buffers goes into copies.
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        with torch.random.fork_rng(devices, device_type=x.device.type if devices else "cuda"), torch.no_grad():
-            torch.func.functional_call(model, buffers, (x,))
-    finally:
-        for handle in handles:
-            handle.remove()
+    x = input_of_batch(batch, model)
+    handles: list[Any] = []
+    with undisturbed(model), torch.no_grad():
+        try:
+            watched = [module for module in names if isinstance(module, _ConvNd | nn.Linear | _BatchNorm)]
+            handles.extend(module.register_forward_hook(note, with_kwargs=True, prepend=True) for module in watched)
+            model(x)
+        finally:
+            for handle in handles:
+                handle.remove()
     report = BalanceReport(tuple(rows), before)
     if before is not None and [row.layer for row in before.layers] != [row.layer for row in rows]:
         raise ValueError("before= is a report of another model: its layers have other names")
@@ -199,9 +197,9 @@ def _measure(name: str, module: nn.Module, x: Tensor, output: Tensor) -> LayerBa
     if isinstance(module, BalNormLayer):
         signed = module.signed_input
         from_batch = module.running_mass is None or (module.training and not module.stats_frozen)
-        weight = module.effective_weight(x if from_batch else None)
+        weight = module.effective_weight(x, output.shape) if from_batch else module.effective_weight()
     groups, transposed = getattr(module, "groups", 1), getattr(module, "transposed", False)
-    mass = layer_mass(module, x, signed_input=signed).double()
+    mass = layer_mass(module, x, output.shape, signed_input=signed).double()
     m = mass.view(groups, 1, mass.shape[1] // groups, *mass.shape[2:])
     w = by_output(weight.double(), groups, transposed)
     others = tuple(range(2, w.dim()))

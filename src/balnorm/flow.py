@@ -7,6 +7,7 @@ recording every operation of one forward pass, which follows any program but nee
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from balnorm.layers import BalNormLayer
 
-__all__ = ["Call", "Flow", "data_flow"]
+__all__ = ["Call", "Flow", "data_flow", "input_of_batch", "recorded", "traced", "undisturbed"]
 
 
 @dataclass(eq=False)
@@ -43,6 +45,8 @@ class Call:
     """Whether no value of the output can be negative."""
     in_place: bool = False
     """Whether it may write into its input."""
+    dimensions: int | None = None
+    """How many the output has, where that was seen."""
 
 
 class Flow:
@@ -60,12 +64,13 @@ class Flow:
         inputs: Iterable[Call] = (),
         *,
         module: nn.Module | None = None,
-        arguments: Iterable[Any] = (),
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
         nonnegative: bool = False,
         in_place: bool = False,
     ) -> Call:
         call = Call(_canonical(name), len(self.calls), module, list(dict.fromkeys(inputs)), in_place=in_place)
-        call.nonnegative = nonnegative or _is_nonnegative(call, list(arguments))
+        call.nonnegative = nonnegative or _is_nonnegative(call, args, kwargs or {})
         for source in call.inputs:
             source.users.append(call)
         self.calls.append(call)
@@ -74,21 +79,29 @@ class Flow:
         return call
 
 
-def data_flow(model: nn.Module, example_input: Tensor | tuple[Any, ...] | None = None) -> Flow:
+def data_flow(model: nn.Module, example_input: Tensor | tuple[Any, ...] | list[Any] | None = None) -> Flow:
     """The data flow of ``model``: traced if it can be, else recorded while it runs on ``example_input``.
 
-    Inputs count as not negative unless ``example_input`` shows that they are.
+    Inputs count as not negative unless ``example_input`` shows that they are. The model is left as it was.
     """
+    if not isinstance(example_input, Tensor | tuple | list | None):
+        raise TypeError(f"example_input must be a tensor or a tuple of arguments, got a {type(example_input).__name__}")
     arguments = (example_input,) if isinstance(example_input, Tensor) else tuple(example_input or ())
-    try:
-        return traced(model, arguments)
-    except Exception as error:  # symbolic tracing runs the model's own code, which can raise anything
-        if example_input is None:
-            raise ValueError(
-                f"this {type(model).__name__} cannot be traced symbolically ({_first_line(error)}): "
-                "give example_input=..., a small batch that it can be run on"
-            ) from error
-    return recorded(model, arguments)
+    for name, module in model.named_modules():
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+            raise ValueError(f"{name} does not know its shape yet: run a batch through the model first")
+    with undisturbed(model):
+        if arguments and _has_linear_norm(model):  # only a run shows how many dimensions their input has
+            return recorded(model, arguments)
+        try:
+            return traced(model, arguments)
+        except Exception as error:  # symbolic tracing runs the model's own code, which can raise anything
+            if example_input is None:
+                raise ValueError(
+                    f"this {type(model).__name__} cannot be traced symbolically ({_first_line(error)}): "
+                    "give example_input=..., a small batch that it can be run on"
+                ) from error
+        return recorded(model, arguments)
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -97,6 +110,44 @@ def is_leaf(module: nn.Module) -> bool:
         module, nn.Sequential | nn.ModuleList | nn.ModuleDict
     )
     return of_torch or isinstance(module, _ConvNd | _NormBase | nn.Linear | BalNormLayer)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Whatever a forward pass inside does to the model (mode, buffers, attributes) or to the random state is undone."""
+    modules = list(model.modules())
+    attributes = [
+        {name: dict(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
+        for module in modules
+    ]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = {buffer.device for buffer in [*model.parameters(), *model.buffers()] if buffer.is_cuda}
+    with torch.random.fork_rng(sorted(devices, key=str)):
+        try:
+            yield
+        finally:
+            for module, before in zip(modules, attributes, strict=True):
+                for name, value in before.items():
+                    if isinstance(value, dict) and isinstance(vars(module).get(name), dict):
+                        now = vars(module)[name]  # the same dictionary, for those who hold it
+                        now.clear()
+                        now.update(value)
+                    else:
+                        vars(module)[name] = value
+                for name in vars(module).keys() - before.keys():
+                    del vars(module)[name]
+            with torch.no_grad():
+                for buffer, values in buffers:
+                    buffer.copy_(values)
+
+
+def input_of_batch(batch: Any, model: nn.Module) -> Tensor:
+    """The model's input, from what a loader gives: a tensor, or a tuple or list that starts with one."""
+    x = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if not isinstance(x, Tensor):
+        raise TypeError(f"a batch must be a tensor, or a tuple or list that starts with one, got a {type(x).__name__}")
+    place = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), x.device)
+    return x.to(place)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -110,9 +161,15 @@ class _Tracer(fx.Tracer):
 
 
 def traced(model: nn.Module, arguments: tuple[Any, ...] = ()) -> Flow:
+    """The flow of symbols through the model's code, with optional arguments at their defaults unless given."""
     flow, calls = Flow(), dict[fx.Node, Call]()
     values = iter(arguments)
-    for node in _Tracer().trace(model).nodes:
+    owners = defaultdict(list)
+    for module in model.modules():
+        if is_leaf(module):
+            for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                owners[id(tensor)].append(module)
+    for node in _Tracer().trace(model, _defaults(model, len(arguments))).nodes:
         if _is_metadata(node, calls):
             continue
         inputs = [calls[source] for source in node.all_input_nodes if source in calls]
@@ -120,24 +177,32 @@ def traced(model: nn.Module, arguments: tuple[Any, ...] = ()) -> Flow:
             calls[node] = flow.add("input", nonnegative=not _has_negative(next(values, None)))
         elif node.op == "call_module":
             module = model.get_submodule(str(node.target))
-            calls[node] = flow.add(
-                type(module).__name__, inputs, module=module, in_place=getattr(module, "inplace", False)
-            )
+            in_place = bool(getattr(module, "inplace", False))
+            calls[node] = flow.add(type(module).__name__, inputs, module=module, in_place=in_place)
         elif node.op == "get_attr":
-            owner = model.get_submodule(str(node.target).rpartition(".")[0])
-            if is_leaf(owner):
-                flow.used_directly.add(owner)
+            if not all(_is_metadata(user, {node: Call("", 0)}) for user in node.users):
+                parent, _, name = str(node.target).rpartition(".")
+                flow.used_directly.update(owners[id(getattr(model.get_submodule(parent), name))])
             calls[node] = flow.add("attribute")
         elif node.op == "output":
             flow.add("output", inputs)
         else:
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "function")
-            in_place = bool(node.kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
-            in_place |= name in ("iadd", "isub", "imul", "itruediv", "setitem") or any(v is True for v in node.args)
-            calls[node] = flow.add(name, inputs, arguments=[*node.args, *node.kwargs.values()], in_place=in_place)
+            in_place = _asks_for_in_place(node, name)
+            calls[node] = flow.add(name, inputs, args=node.args, kwargs=node.kwargs, in_place=in_place)
         if node in calls and calls[node].in_place and node.all_input_nodes:
             calls[node.all_input_nodes[0]] = calls[node]  # who uses the input from now on uses what was written there
     return flow
+
+
+def _defaults(model: nn.Module, given: int) -> dict[str, Any]:
+    """The optional arguments of a model that are not given: a symbol in the place of None would take other branches."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return {
+        parameter.name: parameter.default
+        for position, parameter in enumerate(parameters)
+        if position >= given and parameter.default is not parameter.empty
+    }
 
 
 def _is_metadata(node: fx.Node, calls: dict[fx.Node, Call]) -> bool:
@@ -146,10 +211,23 @@ def _is_metadata(node: fx.Node, calls: dict[fx.Node, Call]) -> bool:
         return True
     if node.op == "call_function" and node.target is getattr:
         return node.args[1] in ("shape", "ndim", "dtype", "device", "is_cuda", "requires_grad")
-    sources = node.all_input_nodes
-    return (
-        node.op in ("call_function", "call_method") and bool(sources) and not any(source in calls for source in sources)
-    )
+    if node.op != "call_function" or any(source in calls for source in node.all_input_nodes):
+        return False
+    return getattr(node.target, "__module__", "") in ("_operator", "operator", "builtins", "math")
+
+
+def _asks_for_in_place(node: fx.Node, name: str) -> bool:
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    if name in ("iadd", "isub", "imul", "itruediv", "setitem"):
+        return True
+    if callable(node.target):
+        try:
+            bound = inspect.signature(node.target).bind_partial(*node.args, **node.kwargs)
+            return bool(bound.arguments.get("inplace", node.kwargs.get("inplace")))
+        except (TypeError, ValueError):  # written in C, without a signature
+            pass
+    return bool(node.kwargs.get("inplace"))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -177,6 +255,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         for tensor in _tensors(value):
             self.keep.append(tensor)
             self.origin[_memory(tensor)] = call
+            call.dimensions = tensor.dim()
             if in_place:
                 self.last_write[_memory(tensor)[0]] = call
 
@@ -206,14 +285,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         name = func._schema.name.split("::")[-1]
-        call = self.flow.add(name, inputs, arguments=[*args, *kwargs.values()], in_place=bool(written))
+        call = self.flow.add(name, inputs, args=args, kwargs=kwargs, in_place=bool(written))
         self.made(result, call)
         self.made(written, call, in_place=True)
         return result
 
 
 def recorded(model: nn.Module, arguments: tuple[Any, ...]) -> Flow:
-    """Run ``model`` once in eval mode, so that nothing in it changes, and note what happens."""
+    """Run ``model`` once in eval mode and note what happens. Use it inside :func:`undisturbed`."""
     flow = Flow()
     recorder = _Recorder(flow)
 
@@ -231,9 +310,8 @@ def recorded(model: nn.Module, arguments: tuple[Any, ...]) -> Flow:
 
     pending: list[list[Call]] = []
     handles: list[Any] = []
-    for value in tree_leaves(arguments):
-        if isinstance(value, Tensor):
-            recorder.made(value, flow.add("input", nonnegative=not _has_negative(value)))
+    for value in _tensors(arguments):
+        recorder.made(value, flow.add("input", nonnegative=not _has_negative(value)))
     try:
         for module in model.modules():
             if is_leaf(module):
@@ -241,9 +319,9 @@ def recorded(model: nn.Module, arguments: tuple[Any, ...]) -> Flow:
                     recorder.owner[_memory(tensor)[0]] = module
                 # The last hook before the module's own code and the first one after it: others may change the values.
                 handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-                handles.append(module.register_forward_hook(leave, with_kwargs=True, prepend=True))
-        with evaluating(model), torch.no_grad(), recorder:
-            output = model(*arguments)
+                handles.append(module.register_forward_hook(leave, with_kwargs=True, prepend=True, always_call=True))
+        with torch.no_grad(), recorder:
+            output = model.eval()(*arguments)
         flow.add("output", recorder.sources(output))
     finally:
         for handle in handles:
@@ -251,20 +329,15 @@ def recorded(model: nn.Module, arguments: tuple[Any, ...]) -> Flow:
     return flow
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """``model`` in eval mode, and afterwards every module in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+def _tensors(value: Any, depth: int = 4) -> list[Tensor]:
+    """All tensors in nested tuples, lists, dictionaries and plain objects."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | type):
+            found += _tensors(list(vars(leaf).values()), depth - 1)
+    return found
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
@@ -273,6 +346,11 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 def _has_negative(value: Any) -> bool:
     return any(bool((tensor < 0).any()) for tensor in _tensors(value) if tensor.is_floating_point())
+
+
+def _has_linear_norm(model: nn.Module) -> bool:
+    kinds = {type(module) for module in model.modules()}
+    return nn.Linear in kinds and bool(kinds & {nn.BatchNorm1d, nn.SyncBatchNorm})
 
 
 def _first_line(error: Exception) -> str:
@@ -293,13 +371,13 @@ _SYNONYMS = {
     "concat": "cat",
 }
 _NONNEGATIVE = {"relu", "relu6", "sigmoid", "hardsigmoid", "softplus", "softmax", "exp", "abs", "square"}
-_BOUNDED_BELOW = {"hardtanh", "clamp", "clampmin"}
-_ARITHMETIC = {"add", "mul", "div"}
+_BOUNDED_BELOW = {"hardtanh": "min_val", "clamp": "min", "clampmin": "min"}
+_WITH_NUMBERS = {"add", "mul", "div", "pad"}
 _KEEPS_SIGN = {
-    *_ARITHMETIC,
+    *_WITH_NUMBERS,
     *("cat", "stack", "maximum", "mean", "sum", "amax"),
     *("maxpool", "avgpool", "adaptiveavgpool", "adaptivemaxpool", "upsamplenearest", "upsamplebilinear"),
-    *("dropout", "pad", "identity", "clone", "contiguous", "detach", "to", "tocopy", "alias"),
+    *("dropout", "identity", "clone", "contiguous", "detach", "to", "tocopy", "alias"),
     *("view", "unsafeview", "reshape", "flatten", "permute", "transpose", "expand", "squeeze", "unsqueeze"),
     *("getitem", "slice", "select", "split", "splitwithsizes", "chunk", "unbind", "channelshuffle", "pixelshuffle"),
 }
@@ -312,13 +390,15 @@ def _canonical(name: str) -> str:
     return _SYNONYMS.get(name, name)
 
 
-def _is_nonnegative(call: Call, arguments: list[Any]) -> bool:
+def _is_nonnegative(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if call.name in _NONNEGATIVE or _canonical(type(getattr(call.module, "act", None)).__name__) in _NONNEGATIVE:
         return True  # the latter is timm's norm with an activation inside
-    numbers = [value for value in arguments if isinstance(value, int | float)]
     if call.name in _BOUNDED_BELOW:
-        bounds = [call.module.min_val] if isinstance(call.module, nn.Hardtanh) else numbers
-        return bool(bounds) and bounds[0] >= 0
-    if call.name in _ARITHMETIC and any(number < 0 for number in numbers):
-        return False
+        bound = args[1] if len(args) > 1 else kwargs.get(_BOUNDED_BELOW[call.name])
+        bound = call.module.min_val if isinstance(call.module, nn.Hardtanh) else bound
+        return isinstance(bound, int | float) and bound >= 0
+    if call.name in _WITH_NUMBERS:
+        numbers = [*args, *kwargs.values(), getattr(call.module, "value", 0)]
+        if any(isinstance(number, int | float) and number < 0 for number in numbers):
+            return False
     return call.name in _KEEPS_SIGN and bool(call.inputs) and all(source.nonnegative for source in call.inputs)

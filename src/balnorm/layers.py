@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, cast
 
 import torch
@@ -158,15 +159,16 @@ class BalNormLayer(nn.Module):
             self.running_mass.fill_(1)
             self.num_batches_tracked.zero_()
 
-    def effective_weight(self, input: Tensor | None = None) -> Tensor:
+    def effective_weight(self, input: Tensor | None = None, output_size: Sequence[int] | None = None) -> Tensor:
         """The weight w'' that the layer uses: balanced for a mass, times the gain.
 
         Args:
             input: take the mass of this batch, as in training mode; ``None`` takes ``running_mass``, as in eval mode.
+            output_size: of a transposed convolution, where ``forward`` is given one.
         """
         if input is not None:
             options = {name: getattr(self, name) for name in _MASS_OPTIONS}
-            mass = layer_mass(self, input, mass=self.mass, **options)
+            mass = layer_mass(self, input, output_size, mass=self.mass, **options)
         elif self.running_mass is not None:
             mass = self.running_mass.clone()  # backward may need it after the buffer has changed
         else:
@@ -547,14 +549,30 @@ class BalNormLinear(BalNormLayer, nn.Linear):  # type: ignore[misc]  # torch doe
 _MASS_OPTIONS = ("stats_fraction", "signed_input", "sync_stats", "process_group")
 
 
-def layer_mass(layer: nn.Module, input: Tensor, mass: MassKind = "position", **options: Any) -> Tensor:
+def layer_mass(
+    layer: nn.Module,
+    input: Tensor,
+    output_size: Sequence[int] | None = None,
+    mass: MassKind = "position",
+    **options: Any,
+) -> Tensor:
     """The mass of ``input`` for a convolution or linear layer, balanced or plain; options of ``BF.input_mass``."""
     if isinstance(layer, nn.Linear):
         return BF.input_mass(input, (), **options)
     names = ("kernel_size", "stride", "padding", "dilation", "padding_mode", "transposed", "output_padding")
     geometry: dict[str, Any] = {name: getattr(layer, name) for name in names}
-    if input.dim() == len(geometry["kernel_size"]) + 1:
+    kernel = geometry["kernel_size"]
+    if input.dim() == len(kernel) + 1:
         input = input.unsqueeze(0)
+    if geometry["transposed"] and output_size is not None:
+        geometry["output_padding"] = layer._output_padding(  # type: ignore[operator]
+            input,
+            list(output_size[-len(kernel) :]),
+            *(geometry[name] for name in ("stride", "padding")),
+            kernel,
+            len(kernel),
+            geometry["dilation"],
+        )
     return BF.input_mass(input, mass=mass, **geometry, **options)
 
 

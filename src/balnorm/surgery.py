@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from balnorm.attribution import BALANCED, Attribution, Partner, is_batch_norm, is_norm_act
-from balnorm.flow import data_flow, evaluating
+from balnorm.flow import data_flow, input_of_batch, undisturbed
 from balnorm.layers import BalNormConv2d, BalNormLayer, LayerOptions
 from balnorm.tables import text_table
 
@@ -87,7 +86,8 @@ def convert(
     A BatchNorm belongs to the layer that it follows *in the data flow*: the layer's output goes to it and nowhere else.
     In a pre-activation network, where a norm follows a sum, it belongs to the convolutions that it feeds. The norm
     becomes an :class:`~torch.nn.Identity`, or the activation and dropout of timm's ``BatchNormAct2d``. Linear layers
-    with a BatchNorm are converted too. What cannot be attributed stays, and the report says why.
+    with a BatchNorm are converted too, given an ``example_input``. What cannot be attributed stays, and the report says
+    why.
 
     A balanced layer keeps the weight, as the same parameter object, and takes over the scale (as a factor on its own
     initial gain), shift, momentum and synchronisation of the norm that followed. A norm whose scales are all zero, as
@@ -99,7 +99,8 @@ def convert(
     Args:
         model: any module. It is changed in place (unless ``dry_run``) and returned.
         example_input: a batch, or a tuple of arguments, that the model can be run on: needed where the model cannot be
-            traced symbolically. Where it has negative values, the layers that get it count as signed.
+            traced symbolically, and for linear layers. Where it has negative values, the layers that get it count as
+            signed.
         skip: names of modules to leave alone, with all that is inside them; ``*`` and ``?`` as in file names.
         strict: raise a ValueError, and change nothing, if a BatchNorm would stay (other than by ``skip``).
         dry_run: only report.
@@ -123,7 +124,7 @@ def convert(
     found = Attribution(model, data_flow(model, example_input), [skip] if isinstance(skip, str) else skip)
     report = _report(found)
     if strict:
-        left = [norm for norm in found.kept if is_batch_norm(norm) and norm not in found.skipped]
+        left = [norm for norm in found.kept if is_batch_norm(norm) and not found.left_as_asked(norm)]
         if left:
             reasons = "; ".join(f"{found.names[norm]}: {found.kept[norm]}" for norm in left)
             raise ValueError(f"strict=True, and these norms would stay: {reasons}")
@@ -172,7 +173,7 @@ def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
     return copy.deepcopy(model, {id(layer): folded for layer, folded in plain.items()})
 
 
-_WHY = {"follows": "{} follows it", "feeds": "{} feeds it", "behind a sum": "{} normalised a sum that it is part of"}
+_WHY = {"follows": "{} follows it", "feeds": "{} feeds it", "behind a sum": "{} normalised what it contributed to"}
 
 
 def _report(found: Attribution) -> ConversionReport:
@@ -202,7 +203,7 @@ def _balance(layer: nn.Module, partner: Partner, signed: bool, options: LayerOpt
         "signed_input": signed,
         "affine": norm.affine or partner.place != "follows",
     }
-    if isinstance(norm, nn.SyncBatchNorm):
+    if isinstance(norm, nn.SyncBatchNorm) and options.get("sync_stats", True):
         taken_over |= {"sync_stats": True, "process_group": norm.process_group}
     kind = BALANCED[type(layer)]
     if isinstance(layer, nn.Linear):
@@ -213,7 +214,8 @@ def _balance(layer: nn.Module, partner: Partner, signed: bool, options: LayerOpt
         # What the layer's own bias added, the norm took away again.
         balanced.bias = None
         if norm.affine:
-            balanced.bias = nn.Parameter(norm.bias.detach().to(balanced.gain).clone(), norm.bias.requires_grad)
+            if norm.bias is not None:
+                balanced.bias = nn.Parameter(norm.bias.detach().to(balanced.gain).clone(), norm.bias.requires_grad)
             if norm.weight.is_meta or norm.weight.any():
                 with torch.no_grad():
                     balanced.gain.mul_(norm.weight.to(balanced.gain))
@@ -233,12 +235,28 @@ def _without_norm(norm: nn.Module, found: Attribution) -> nn.Module:
 
 
 def _replace(model: ModelT, new: dict[nn.Module, nn.Module]) -> ModelT:
-    """Put new modules into the places of old ones, under every name that they have."""
+    """Put new modules into the places of old ones, under every name that they have, in plain lists and tuples too."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child in new:
                 setattr(parent, name, new[child])
+        for name, value in list(vars(parent).items()):
+            if not name.startswith("_"):
+                vars(parent)[name] = _with_new(value, new)
     return new.get(model, model)  # type: ignore[return-value]
+
+
+def _with_new(value: Any, new: dict[nn.Module, nn.Module]) -> Any:
+    """``value`` with new modules in the places of old ones; lists and dictionaries remain the same objects."""
+    if isinstance(value, nn.Module):
+        return new.get(value, value)
+    if isinstance(value, list):
+        value[:] = [_with_new(item, new) for item in value]
+    elif isinstance(value, dict):
+        value.update({key: _with_new(item, new) for key, item in value.items()})
+    elif type(value) is tuple:
+        return tuple(_with_new(item, new) for item in value)
+    return value
 
 
 def _refuse_wrapped(model: nn.Module, operation: str) -> None:
@@ -284,30 +302,32 @@ def update_stats(loader: Iterable[Any], model: nn.Module) -> None:
         >>> model[0].running_mass.item()
         4.0
     """
+    model = getattr(model, "_orig_mod", model)  # what was compiled: the hooks below would not be seen
     layers = [
         layer
         for layer in model.modules()
         if isinstance(layer, BalNormLayer) and layer.running_mass is not None and not layer.stats_frozen
     ]
     sums = {layer: _MassSum(layer) for layer in layers}
-    device = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), None)
     handles: list[Any] = []
-    with _each_batch_alone(layers), evaluating(model), torch.no_grad():
+    with undisturbed(model), torch.no_grad():
+        model.eval()
         for layer in layers:
+            # The running mass is to be that of the latest batch, all of it, of this process.
+            layer.momentum, layer.stats_fraction, layer.sync_stats = 1.0, 1.0, False
             layer.train()
             handles.append(layer.register_forward_pre_hook(sums[layer].before))
-            handles.append(layer.register_forward_hook(sums[layer].after))
+            handles.append(layer.register_forward_hook(sums[layer].after, prepend=True))
         try:
             for batch in loader:
-                model((batch[0] if isinstance(batch, list | tuple) else batch).to(device))
+                model(input_of_batch(batch, model))
         finally:
             for handle in handles:
                 handle.remove()
         results = [(layer, *sums[layer].result()) for layer in layers]
     if layers and all(int(batches) == 0 for _, _, batches in results):
         raise ValueError(
-            "no batch reached a balanced layer, so the statistics stay what they were: is the loader empty or used up, "
-            "or the model compiled? (of a compiled model give what was compiled)"
+            "no batch reached a balanced layer, so the statistics stay what they were: is the loader empty or used up?"
         )
     for layer, mass, batches in results:
         assert layer.running_mass is not None
@@ -347,24 +367,6 @@ class _MassSum:
             for tensor in (self.mass, self.outputs, self.batches):
                 dist.all_reduce(tensor, group=self.layer.process_group)
         return self.mass / self.outputs, self.batches
-
-
-@contextmanager
-def _each_batch_alone(layers: list[BalNormLayer]) -> Iterator[None]:
-    """Let the running mass be that of the latest batch, all of it, of this process; afterwards restore what was."""
-    names = ("momentum", "stats_fraction", "sync_stats")
-    options = [{name: getattr(layer, name) for name in names} for layer in layers]
-    buffers = [[buffer.clone() for buffer in layer.buffers()] for layer in layers]
-    try:
-        for layer in layers:
-            layer.momentum, layer.stats_fraction, layer.sync_stats = 1.0, 1.0, False
-        yield
-    finally:
-        for layer, values, tensors in zip(layers, options, buffers, strict=True):
-            for name, value in values.items():
-                setattr(layer, name, value)
-            for buffer, tensor in zip(layer.buffers(), tensors, strict=True):
-                buffer.copy_(tensor)
 
 
 def freeze_stats(model: ModelT) -> ModelT:
