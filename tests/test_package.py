@@ -15,10 +15,14 @@ import balnorm
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "balnorm"
 
-# From the bottom up: a module imports only from those before it. The library imports torch and nothing else.
+# From the bottom up: a module, or a folder of them, imports only from those before it.
 LIBRARY = ["geometry", "composed", "fused", "functional", "init", "layers"]
-LIBRARY += ["tables", "flow", "attribution", "surgery", "diagnostics"]
-DRAWS = {"diagnostics": {"matplotlib"}}  # only inside the functions that draw
+LIBRARY += ["tables", "flow", "attribution", "surgery", "diagnostics", "norms", "models"]
+BENCH = ["data"]  # beside the library, not above it
+OTHERS = {
+    "diagnostics": {"matplotlib"},  # only inside the function that draws
+    "data": {"numpy", "scipy", "sklearn", "PIL", "rich", "torch"},
+}
 
 
 def imported(path):
@@ -35,21 +39,30 @@ def imported(path):
             yield node.module
 
 
+def files_of(module):
+    folder = PACKAGE / module
+    return list(folder.glob("*.py")) if folder.is_dir() else [PACKAGE / f"{module}.py"]
+
+
 def test_every_module_has_its_place():
-    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", *LIBRARY}
+    files = {path.stem for path in PACKAGE.glob("*.py")}
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert files | folders == {"__init__", *LIBRARY, *BENCH}
 
 
-@pytest.mark.parametrize("module", LIBRARY)
+@pytest.mark.parametrize("module", [*LIBRARY, *BENCH])
 def test_imports_point_downwards(module):
-    below = LIBRARY[: LIBRARY.index(module)]
-    for name in imported(PACKAGE / f"{module}.py"):
-        top, *rest = name.split(".")
-        if top == "balnorm":
-            assert rest, f"{module} imports the package itself"
-            assert rest[0] in below, f"{module} imports {name}"
-        else:
-            allowed = {"torch", *sys.stdlib_module_names, *DRAWS.get(module, ())}
-            assert top in allowed, f"{module} imports {name}"
+    order = LIBRARY if module in LIBRARY else BENCH
+    below = order[: order.index(module)]
+    allowed = {*sys.stdlib_module_names, *(OTHERS.get(module, set()) | ({"torch"} if order is LIBRARY else set()))}
+    for path in files_of(module):
+        for name in imported(path):
+            top, *rest = name.split(".")
+            if top == "balnorm":
+                assert rest, f"{module} imports the package itself"
+                assert rest[0] in [*below, *([module] if path.parent != PACKAGE else [])], f"{path} imports {name}"
+            else:
+                assert top in allowed, f"{path} imports {name}"
 
 
 def test_importing_the_library_imports_nothing_but_torch():
@@ -94,7 +107,15 @@ def test_the_conversion_example_runs(tmp_path):
 
 @pytest.mark.parametrize(
     "document",
-    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/method.md", "docs/models.md", "benchmarks/README.md"],
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "docs/method.md",
+        "docs/models.md",
+        "docs/norms.md",
+        "benchmarks/README.md",
+    ],
 )
 def test_links_in_the_documents_lead_somewhere(document):
     path = ROOT / document

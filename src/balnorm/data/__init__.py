@@ -1,0 +1,29 @@
+"""Data for the study: reading, downloading, augmenting and mixing images.
+
+>>> from balnorm.data import MemoryLoader, load
+>>> train = load("digits", root=".", split="train")
+>>> loader = MemoryLoader(train, batch_size=64, training=True, seed=1)
+"""
+
+from balnorm.data.download import check, download
+from balnorm.data.folders import IMAGENET_STATISTICS, FolderLoader, ImageFolder
+from balnorm.data.loaders import MemoryLoader
+from balnorm.data.mixup import Blend, Mixup, soft_cross_entropy
+from balnorm.data.sources import SETS, DataError, Images, channel_statistics, load
+
+__all__ = [
+    "IMAGENET_STATISTICS",
+    "SETS",
+    "Blend",
+    "DataError",
+    "FolderLoader",
+    "ImageFolder",
+    "Images",
+    "MemoryLoader",
+    "Mixup",
+    "channel_statistics",
+    "check",
+    "download",
+    "load",
+    "soft_cross_entropy",
+]

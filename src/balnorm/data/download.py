@@ -1,0 +1,128 @@
+"""Fetch the files of a data set: with a progress bar, going on where it broke off, checked before they are in place."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from http.client import HTTPException
+from pathlib import Path
+
+from balnorm.data.sources import SETS, DataError, DataFile
+
+__all__ = ["check", "download", "fetch"]
+
+Progress = Callable[[str, int, int | None], None]
+"""Called with a file's name, the bytes so far and all bytes (``None`` if the server does not say)."""
+
+_BLOCK = 1 << 20
+
+
+def download(name: str, root: str | Path, progress: Progress | None = None) -> list[Path]:
+    """Fetch what is missing of a data set into ``root``, and return its files.
+
+    Without ``progress`` there is a progress bar in a terminal, if rich is installed.
+    """
+    files = _files(name)
+    if progress is not None:
+        return [fetch(file, Path(root), progress) for file in files]
+    with _progress_bar() as show:
+        return [fetch(file, Path(root), show) for file in files]
+
+
+def check(name: str, root: str | Path) -> dict[str, str]:
+    """For every file of a data set: ``"good"``, ``"missing"`` or ``"damaged"``."""
+    state = {}
+    for file in _files(name):
+        path = Path(root) / file.path
+        state[file.path] = "missing" if not path.is_file() else "good" if _md5(path) == file.md5 else "damaged"
+    return state
+
+
+def fetch(file: DataFile, root: Path, progress: Progress) -> Path:
+    """One file. What has been fetched is kept in ``<name>.part`` until it is complete, so a broken transfer goes on."""
+    target = root / file.path
+    if target.is_file():
+        if _md5(target) == file.md5:
+            return target
+        raise DataError(f"{target} is there and is not the published file (its MD5 differs): delete it or move it away")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    try:
+        _transfer(file, part, progress)
+    except (urllib.error.URLError, HTTPException, OSError) as error:
+        kept = f", {part.stat().st_size:,} bytes are kept" if part.is_file() else ""
+        raise DataError(f"could not fetch {file.url} ({error}){kept}: the same command goes on from there") from error
+    if _md5(part) != file.md5:
+        part.unlink()
+        raise DataError(f"what {file.url} sent is not the published file (its MD5 differs), and was deleted: try again")
+    os.replace(part, target)
+    return target
+
+
+def _transfer(file: DataFile, part: Path, progress: Progress) -> None:
+    done = part.stat().st_size if part.is_file() else 0
+    request = urllib.request.Request(file.url, headers={"Range": f"bytes={done}-"} if done else {})
+    try:
+        response = urllib.request.urlopen(request, timeout=60)
+    except urllib.error.HTTPError as error:
+        if error.code == 416:  # nothing is left to send; the checksum will tell whether it is all there
+            return
+        raise
+    with response:
+        if response.status != 206:  # the server sends all of it again
+            done = 0
+        length = response.headers.get("Content-Length")
+        total = None if length is None else done + int(length)
+        with part.open("ab" if done else "wb") as out:
+            progress(file.path, done, total)
+            while block := response.read(_BLOCK):
+                out.write(block)
+                done += len(block)
+                progress(file.path, done, total)
+            out.flush()
+            os.fsync(out.fileno())
+    if total is not None and done < total:
+        raise OSError(f"the connection broke off at {done:,} of {total:,} bytes")
+
+
+class _progress_bar:  # noqa: N801  # a context manager, used as a function
+    """A bar for each file, where there is a terminal and rich."""
+
+    def __enter__(self) -> Progress:
+        try:
+            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+        except ImportError:
+            self.bars = None
+            return lambda *_: None
+        columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        self.bars = bars = Progress(*columns)
+        bars.start()
+        tasks: dict[str, int] = {}
+
+        def show(name: str, done: int, total: int | None) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total)
+            bars.update(tasks[name], completed=done, total=total)  # type: ignore[arg-type]
+
+        return show
+
+    def __exit__(self, *_: object) -> None:
+        if self.bars is not None:
+            self.bars.stop()
+
+
+def _files(name: str) -> tuple[DataFile, ...]:
+    if name not in SETS:
+        raise DataError(f"the data set must be one of {', '.join(SETS)}, got {name!r}")
+    return SETS[name].files
+
+
+def _md5(path: Path) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

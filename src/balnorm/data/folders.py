@@ -1,0 +1,203 @@
+"""Images in folders, one for each class, too many for memory: ImageNet, or anybody's own. Worker processes decode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from balnorm.data.augment import ChannelStatistics, Pixels, to_float
+from balnorm.data.loaders import Shares
+from balnorm.data.sources import DataError, stratified
+
+__all__ = ["IMAGENET_STATISTICS", "FolderLoader", "ImageFolder"]
+
+IMAGENET_STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""Mean and standard deviation of ImageNet's pixels in each channel, as everybody uses them."""
+
+_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"}
+_SPLITS = {"train": ("train", "training"), "test": ("val", "test", "valid", "validation")}
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """The files of one split, their labels and the names of the classes; the pixels stay on disk."""
+
+    paths: tuple[Path, ...]
+    labels: NDArray[np.int64]
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @staticmethod
+    def scan(
+        root: str | Path, split: str, *, limit: int | None = None, fraction: float | None = None, seed: int = 0
+    ) -> ImageFolder:
+        """Look through ``root/train`` (or ``root/val``) for a folder for each class, with the images in it.
+
+        Classes are numbered in the alphabetical order of the training folders, as is usual for ImageNet. ``limit``,
+        ``fraction`` and ``seed`` are those of :func:`balnorm.data.load`.
+        """
+        root = Path(root)
+        folders = {name: _split_folder(root, name) for name in ("train", split)}
+        classes = tuple(sorted(folder.name for folder in folders["train"].iterdir() if folder.is_dir()))
+        if not classes:
+            raise DataError(f"{folders['train']} has no folders: put the images of each class into one of its own")
+        unknown = sorted({path.name for path in folders[split].iterdir() if path.is_dir()} - set(classes))
+        if unknown:
+            raise DataError(
+                f"{folders[split]} has classes that are not in {folders['train']}: {', '.join(unknown[:5])}"
+            )
+        paths: list[Path] = []
+        labels: list[int] = []
+        for label, name in enumerate(classes):
+            folder = folders[split] / name
+            found = (
+                sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
+                if folder.is_dir()
+                else []
+            )
+            paths += found
+            labels += [label] * len(found)
+        if not paths:
+            raise DataError(f"{folders[split]} has no images: their names should end in {', '.join(sorted(_SUFFIXES))}")
+        everything = ImageFolder(tuple(paths), np.array(labels, dtype=np.int64), classes)
+        chosen = stratified(everything.labels, limit=limit, fraction=fraction, seed=seed)
+        return replace(everything, paths=tuple(paths[i] for i in chosen), labels=everything.labels[chosen])
+
+
+def _split_folder(root: Path, split: str) -> Path:
+    if split not in _SPLITS:
+        raise DataError(f"the split must be 'train' or 'test', got {split!r}")
+    for name in _SPLITS[split]:
+        if (root / name).is_dir():
+            return root / name
+    raise DataError(f"{root} has no folder {' or '.join(_SPLITS[split])}, with a folder for each class inside")
+
+
+class FolderLoader:
+    """Batches of an image folder: decoded, cropped and resized by worker processes, as floats on ``device``.
+
+    In training each image gives a random part of it, resized to ``size`` and mirrored half of the time; otherwise the
+    centre, after the shorter side has been resized to 256/224 of ``size``. Order and augmentation depend on seed, epoch
+    and image only. Arguments not listed are those of :class:`~balnorm.data.loaders.MemoryLoader`.
+
+    Args:
+        data: the files.
+        size: side of the images of a batch, in pixels.
+        workers: processes that decode; 0 decodes in this one.
+        skip_corrupt: leave out images that cannot be decoded, and list them in ``skipped``, rather than stop.
+    """
+
+    def __init__(
+        self,
+        data: ImageFolder,
+        batch_size: int,
+        *,
+        training: bool,
+        size: int = 224,
+        seed: int = 0,
+        flip: bool = True,
+        pixels: Pixels = "unit",
+        statistics: ChannelStatistics | None = IMAGENET_STATISTICS,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 2,
+        skip_corrupt: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.shares = Shares(len(data), batch_size, training, seed, rank, world)
+        self.data, self.size, self.flip, self.workers = data, size, flip, workers
+        self.pixels: Pixels = pixels
+        self.statistics, self.device, self.skip_corrupt = statistics, device, skip_corrupt
+        self.skipped: dict[Path, str] = {}
+        """Files that could not be decoded, and why."""
+
+    def __len__(self) -> int:
+        return len(self.shares)
+
+    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of an epoch, from number ``start`` on."""
+        decoder = _Decoder(self.data, self.size, self.shares.training, self.flip, (self.shares.seed, epoch))
+        on_gpu = torch.device(self.device).type == "cuda"
+        batches = DataLoader(
+            decoder,
+            batch_sampler=[index.tolist() for index in self.shares.batches(epoch, start)],
+            num_workers=self.workers,
+            collate_fn=_collate,
+            pin_memory=on_gpu,
+        )
+        for images, labels, errors in batches:
+            for path, error in errors:
+                if not self.skip_corrupt:
+                    raise DataError(f"{path} cannot be decoded ({error}): remove it, or ask for skip_corrupt=True")
+                self.skipped[path] = error
+            if len(labels):
+                pixels = images.to(self.device, non_blocking=on_gpu)
+                yield to_float(pixels, self.pixels, self.statistics), labels.to(self.device, non_blocking=on_gpu)
+
+
+_Item = tuple[Tensor | None, int, tuple[Path, str] | None]
+
+
+@dataclass(frozen=True)
+class _Decoder(Dataset[_Item]):
+    """A file to pixels, uint8 (3, size, size); or, if it is none, the reason."""
+
+    data: ImageFolder
+    size: int
+    training: bool
+    flip: bool
+    key: tuple[int, int]
+
+    def __getitem__(self, index: int) -> _Item:
+        from PIL import Image
+
+        path, label = self.data.paths[index], int(self.data.labels[index])
+        try:
+            with Image.open(path) as image:
+                # JPEG can be decoded at a half, a quarter or an eighth of its size for much less work.
+                box = self._box(*image.size, np.random.default_rng([*self.key, index]))
+                scale = min(box[2] - box[0], box[3] - box[1]) / self.size
+                before = image.size
+                if scale >= 2:
+                    image.draft("RGB", (math.ceil(before[0] / scale), math.ceil(before[1] / scale)))
+                shrunk = image.size[0] / before[0], image.size[1] / before[1]
+                scaled = (box[0] * shrunk[0], box[1] * shrunk[1], box[2] * shrunk[0], box[3] * shrunk[1])
+                pixels = np.asarray(
+                    image.convert("RGB").resize((self.size, self.size), Image.Resampling.BILINEAR, box=scaled)
+                )
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            return None, label, (path, str(error).splitlines()[0] if str(error) else type(error).__name__)
+        if self.training and self.flip and np.random.default_rng([*self.key, index, 1]).random() < 0.5:
+            pixels = pixels[:, ::-1]
+        return torch.from_numpy(pixels.copy()).permute(2, 0, 1), label, None
+
+    def _box(self, width: int, height: int, random: np.random.Generator) -> tuple[float, float, float, float]:
+        """Which part of an image to show: left, top, right, bottom."""
+        if self.training:
+            for _ in range(10):  # 8 % to 100 % of the area, of shape 3:4 to 4:3; where that fits
+                area = width * height * random.uniform(0.08, 1.0)
+                ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
+                w, h = math.sqrt(area * ratio), math.sqrt(area / ratio)
+                if w <= width and h <= height:
+                    left, top = random.uniform(0, width - w), random.uniform(0, height - h)
+                    return left, top, left + w, top + h
+        side = min(width, height) * (1.0 if self.training else 224 / 256)
+        left, top = (width - side) / 2, (height - side) / 2
+        return left, top, left + side, top + side
+
+
+def _collate(items: list[_Item]) -> tuple[Tensor, Tensor, list[tuple[Path, str]]]:
+    good = [(image, label) for image, label, _ in items if image is not None]
+    errors = [error for _, _, error in items if error is not None]
+    images = torch.stack([image for image, _ in good]) if good else torch.empty(0, 3, 0, 0, dtype=torch.uint8)
+    return images, torch.tensor([label for _, label in good], dtype=torch.int64), errors

@@ -1,0 +1,107 @@
+"""ResNets for ImageNet. Names and shapes are torchvision's: with BatchNorm, its weights load into them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from balnorm.norms import Normalization
+
+__all__ = ["BLOCKS", "ResNet"]
+
+BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+"""Blocks in each stage, by depth. From depth 50 on they are bottlenecks."""
+
+
+class ResNet(nn.Module):
+    """A 7x7 stem with pooling and four stages of conv-norm-relu blocks with 64, 128, 256 and 512 channels.
+
+    He, Zhang, Ren and Sun 2015, `Deep Residual Learning for Image Recognition <https://arxiv.org/abs/1512.03385>`_,
+    with the stride of a bottleneck in its 3x3 convolution, as is usual today. Depth 50 has 25.6 million parameters.
+
+    Args:
+        norm: how to normalise.
+        num_classes: outputs.
+        depth: 18, 34, 50, 101 or 152.
+        width: channels of the first stage.
+        in_channels: 3 for colour images, 1 for grey ones.
+    """
+
+    mix_points: ClassVar = ("input", "layer1", "layer2")
+    """Where manifold mixup may mix: the input, or the output of a module of that name."""
+
+    def __init__(
+        self, norm: Normalization, num_classes: int = 1000, *, depth: int = 50, width: int = 64, in_channels: int = 3
+    ) -> None:
+        super().__init__()
+        block = BasicBlock if depth < 50 else Bottleneck
+        self.conv1, self.bn1 = norm.conv(in_channels, width, 7, stride=2, padding=3), norm.norm(width)
+        inputs, stages = width, []
+        for stage, blocks in enumerate(BLOCKS[depth]):
+            planes = width * 2**stage
+            strides = [1 if stage == 0 else 2] + [1] * (blocks - 1)
+            stages.append(_stage(norm, block, inputs, planes, strides))
+            inputs = planes * block.expansion
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        self.fc = nn.Linear(inputs, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x)), inplace=True), 3, stride=2, padding=1)
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
+
+
+class BasicBlock(nn.Module):
+    """conv-norm-relu and conv-norm, added to the shortcut."""
+
+    expansion: ClassVar = 1
+
+    def __init__(self, norm: Normalization, inputs: int, planes: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = norm.conv(inputs, planes, 3, stride=stride, padding=1), norm.norm(planes)
+        self.conv2, self.bn2 = norm.conv(planes, planes, 3, padding=1), norm.norm(planes)
+        self.downsample = _projection(norm, inputs, planes * self.expansion, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        y = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        return F.relu(self.bn2(self.conv2(y)) + shortcut, inplace=True)
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 to four times the channels, added to the shortcut."""
+
+    expansion: ClassVar = 4
+
+    def __init__(self, norm: Normalization, inputs: int, planes: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = norm.conv(inputs, planes, 1), norm.norm(planes)
+        self.conv2, self.bn2 = norm.conv(planes, planes, 3, stride=stride, padding=1), norm.norm(planes)
+        self.conv3, self.bn3 = norm.conv(planes, planes * self.expansion, 1), norm.norm(planes * self.expansion)
+        self.downsample = _projection(norm, inputs, planes * self.expansion, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        y = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        y = F.relu(self.bn2(self.conv2(y)), inplace=True)
+        return F.relu(self.bn3(self.conv3(y)) + shortcut, inplace=True)
+
+
+def _stage(
+    norm: Normalization, block: type[BasicBlock] | type[Bottleneck], inputs: int, planes: int, strides: Sequence[int]
+) -> nn.Sequential:
+    blocks: list[nn.Module] = []
+    for stride in strides:
+        blocks.append(block(norm, inputs, planes, stride))
+        inputs = planes * block.expansion
+    return nn.Sequential(*blocks)
+
+
+def _projection(norm: Normalization, inputs: int, outputs: int, stride: int) -> nn.Module | None:
+    if stride == 1 and inputs == outputs:
+        return None
+    return nn.Sequential(norm.conv(inputs, outputs, 1, stride=stride), norm.norm(outputs))

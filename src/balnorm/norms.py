@@ -1,0 +1,270 @@
+"""Every normalisation that the paper names, as two factories: for convolutions, and for what stands beside them.
+
+A method that normalises activations gives a plain convolution and a norm; one that normalises weights gives its own
+convolution and an identity. A network calls both in its natural order, conv-norm-relu or norm-relu-conv, and so is
+written once for all of them.
+
+>>> sorted(NORMS)[:4]
+['balnorm', 'balnorm-gain1', 'balnorm-position', 'balnorm-quarter']
+>>> norm = NORMS["groupnorm"]
+>>> norm.conv(3, 64, 3, padding=1)
+Conv2d(3, 64, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), bias=False)
+>>> norm.norm(64)
+GroupNorm(32, 64, eps=1e-05, affine=True)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
+
+from balnorm.layers import BalNormConv2d
+
+__all__ = ["NORMS", "BatchRenorm2d", "MeanOnlyBatchNorm2d", "Normalization", "get_norm", "set_progress"]
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """A way to normalise a convolutional network.
+
+    Attributes:
+        conv: makes a convolution, with the arguments of :class:`torch.nn.Conv2d` up to ``groups``. Its weights start
+            normal with variance 2 / fan_out (He et al.), and it has a bias unless the norm beside it takes that away.
+        norm: makes what stands beside the convolution, for a number of channels.
+        source: the publication.
+        pixels: what the network is customarily fed: ``"standardized"`` pixels, of mean 0 and variance 1 in each
+            channel, or ``"unit"`` ones, in [0, 1].
+    """
+
+    conv: Callable[..., nn.Module]
+    norm: Callable[[int], nn.Module]
+    source: str
+    pixels: Literal["standardized", "unit"] = "standardized"
+
+
+def get_norm(norm: str | Normalization) -> Normalization:
+    """A normalisation by name, or the one given."""
+    if isinstance(norm, Normalization):
+        return norm
+    if norm not in NORMS:
+        raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
+    return NORMS[norm]
+
+
+def set_progress(model: nn.Module, progress: float) -> None:
+    """Tell the layers of a model that depend on it (batch renormalisation) which part of training is done, 0 to 1."""
+    if not 0.0 <= progress <= 1.0:
+        raise ValueError(f"progress must be between 0 and 1, got {progress!r}")
+    for module in model.modules():
+        if isinstance(module, BatchRenorm2d):
+            module.progress.fill_(progress)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Convolutions
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _conv(*args: Any, bias: bool, **kwargs: Any) -> nn.Conv2d:
+    conv: nn.Conv2d = functools.partial(nn.Conv2d, bias=bias)(*args, **kwargs)
+    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+    if conv.bias is not None:
+        nn.init.zeros_(conv.bias)
+    return conv
+
+
+_conv_without_bias = functools.partial(_conv, bias=False)
+_conv_with_bias = functools.partial(_conv, bias=True)
+
+
+def _weight_normalized(*args: Any, bias: bool, **kwargs: Any) -> nn.Module:
+    conv = _conv(*args, bias=bias, **kwargs)
+    weight_norm(conv, dim=0)
+    return conv
+
+
+class _Standardize(nn.Module):
+    """Weights of mean 0 and variance 1 in each output channel."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        flat = weight.flatten(1)
+        std, mean = torch.std_mean(flat, dim=1, keepdim=True)
+        return ((flat - mean) / (std + 1e-5)).view_as(weight)
+
+
+def _weight_standardized(*args: Any, **kwargs: Any) -> nn.Module:
+    conv = _conv_without_bias(*args, **kwargs)
+    parametrize.register_parametrization(conv, "weight", _Standardize())
+    return conv
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Norms
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _identity(_: int) -> nn.Module:
+    return nn.Identity()
+
+
+def _group_norm(channels: int) -> nn.Module:
+    """32 groups, or the largest divisor of 32 that divides the channels."""
+    return nn.GroupNorm(math.gcd(32, channels), channels)
+
+
+def _layer_norm(channels: int) -> nn.Module:
+    """Over channels and space together, as the paper of group normalisation has it for convolutions."""
+    return nn.GroupNorm(1, channels)
+
+
+def _instance_norm(channels: int) -> nn.Module:
+    return nn.InstanceNorm2d(channels, affine=True)
+
+
+def _local_response_norm(_: int) -> nn.Module:
+    """AlexNet's: k = 2, n = 5, alpha = 1e-4, beta = 0.75. torch divides alpha by n, AlexNet does not."""
+    return nn.LocalResponseNorm(size=5, alpha=5 * 1e-4, beta=0.75, k=2.0)
+
+
+class MeanOnlyBatchNorm2d(nn.Module):
+    """Subtract each channel's mean over the batch and add a learned shift: the additive half of BatchNorm.
+
+    In eval mode the mean is the running one, updated as in :class:`torch.nn.BatchNorm2d`.
+
+    Example:
+        >>> y = MeanOnlyBatchNorm2d(3)(torch.rand(8, 3, 4, 4))
+        >>> bool(y.mean((0, 2, 3)).abs().max() < 1e-6)
+        True
+    """
+
+    running_mean: Tensor
+
+    def __init__(self, num_features: int, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.num_features, self.momentum = num_features, momentum
+        self.bias = nn.Parameter(torch.zeros(num_features))
+        self.register_buffer("running_mean", torch.zeros(num_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        mean = self.running_mean
+        if self.training:
+            mean = input.mean((0, 2, 3), dtype=torch.float32)
+            self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), self.momentum)
+        return input + (self.bias - mean).view(1, -1, 1, 1).to(input.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, momentum={self.momentum}"
+
+
+class BatchRenorm2d(nn.Module):
+    r"""Batch renormalisation: normalise by the batch, then correct towards the running statistics, within limits.
+
+    .. math::
+        y = \gamma \left(\frac{x - \mu_B}{\sigma_B}\, r + d\right) + \beta, \qquad
+        r = \mathrm{clip}\left(\frac{\sigma_B}{\sigma}, \frac{1}{r_{max}}, r_{max}\right), \qquad
+        d = \mathrm{clip}\left(\frac{\mu_B - \mu}{\sigma}, -d_{max}, d_{max}\right)
+
+    r and d are constants for the gradient. Their limits open as training proceeds, see :meth:`limits`; whoever trains
+    tells how far it is with :func:`set_progress`. The running mean and standard deviation move by ``momentum`` each
+    step, in float32 whatever the input is. In eval mode they normalise.
+
+    S. Ioffe, `Batch Renormalization <https://arxiv.org/abs/1702.03275>`_.
+    """
+
+    running_mean: Tensor
+    running_std: Tensor
+    progress: Tensor
+
+    def __init__(self, num_features: int, eps: float = 1e-3, momentum: float = 0.01) -> None:
+        super().__init__()
+        self.num_features, self.eps, self.momentum = num_features, eps, momentum
+        self.weight = nn.Parameter(torch.ones(num_features))
+        self.bias = nn.Parameter(torch.zeros(num_features))
+        self.register_buffer("running_mean", torch.zeros(num_features, dtype=torch.float32))
+        self.register_buffer("running_std", torch.ones(num_features, dtype=torch.float32))
+        self.register_buffer("progress", torch.zeros((), dtype=torch.float32))
+
+    def limits(self) -> tuple[Tensor, Tensor]:
+        """r_max and d_max at this point of training.
+
+        The paper trains for 130,000 steps until BatchNorm is at its best; it keeps r_max = 1 and d_max = 0, plain
+        BatchNorm, for the first 5,000, and opens them to r_max = 3 at step 40,000 and d_max = 5 at step 25,000.
+        """
+        step = self.progress * 130_000
+        r_max = 1.0 + 2.0 * ((step - 5_000) / 35_000).clamp(0.0, 1.0)
+        d_max = 5.0 * ((step - 5_000) / 20_000).clamp(0.0, 1.0)
+        return r_max, d_max
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            variance = self.running_std.square()
+            return F.batch_norm(input, self.running_mean, variance, self.weight, self.bias, training=False, eps=0.0)
+        with torch.no_grad():
+            variance, mean = torch.var_mean(input.float(), (0, 2, 3), correction=0)
+            std = (variance + self.eps).sqrt()
+            r_max, d_max = self.limits()
+            r = (std / self.running_std).clamp(1.0 / r_max, r_max)
+            d = ((mean - self.running_mean) / self.running_std).clamp(-d_max, d_max)
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_std.lerp_(std, self.momentum)
+        # (x - mu_B) / sigma_B is torch's own batch norm, with all of its gradient; r and d join its scale and shift.
+        return F.batch_norm(
+            input, None, None, self.weight * r, self.weight * d + self.bias, training=True, eps=self.eps
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# By name
+# --------------------------------------------------------------------------------------------------------------------
+
+_BALNORM = "Defazio and Bottou 2018, Controlling Covariate Shift using Balanced Normalization of Weights"
+
+
+def _balnorm(**options: Any) -> Normalization:
+    return Normalization(functools.partial(BalNormConv2d, **options), _identity, _BALNORM, pixels="unit")
+
+
+NORMS: dict[str, Normalization] = {
+    "balnorm": _balnorm(),
+    "balnorm-two-pass": _balnorm(one_pass=False),
+    "balnorm-position": _balnorm(mass="position"),
+    "balnorm-quarter": _balnorm(stats_fraction=0.25),
+    "balnorm-gain1": _balnorm(gain_init=1.0),
+    "batchnorm": Normalization(
+        _conv_without_bias, nn.BatchNorm2d, "Ioffe and Szegedy 2015, Batch Normalization: Accelerating Deep Network ..."
+    ),
+    "groupnorm": Normalization(_conv_without_bias, _group_norm, "Wu and He 2018, Group Normalization"),
+    "layernorm": Normalization(_conv_without_bias, _layer_norm, "Ba, Kiros and Hinton 2016, Layer Normalization"),
+    "instancenorm": Normalization(
+        _conv_without_bias, _instance_norm, "Ulyanov, Vedaldi and Lempitsky 2016, Instance Normalization"
+    ),
+    "batchrenorm": Normalization(_conv_without_bias, BatchRenorm2d, "Ioffe 2017, Batch Renormalization"),
+    "weightnorm": Normalization(
+        functools.partial(_weight_normalized, bias=True), _identity, "Salimans and Kingma 2016, Weight Normalization"
+    ),
+    "weightnorm-meanonly": Normalization(
+        functools.partial(_weight_normalized, bias=False),
+        MeanOnlyBatchNorm2d,
+        "Salimans and Kingma 2016, Weight Normalization, section 3 and the CIFAR-10 experiments",
+    ),
+    "lrn": Normalization(
+        _conv_with_bias, _local_response_norm, "Krizhevsky, Sutskever and Hinton 2012, ImageNet Classification ..."
+    ),
+    "weightstandardization": Normalization(
+        _weight_standardized, _group_norm, "Qiao, Wang, Liu, Shen and Yuille 2019, Micro-Batch Training with ..."
+    ),
+    "none": Normalization(_conv_with_bias, _identity, "no normalisation; weights as of He et al. 2015"),
+}
+"""Every normalisation by its name."""

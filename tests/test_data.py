@@ -1,0 +1,489 @@
+"""Reading, augmenting and batching, on small files in each official format, and on real images where they are."""
+
+import dataclasses
+import gzip
+import hashlib
+import lzma
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from scipy.io import savemat
+
+from balnorm.data import (
+    SETS,
+    DataError,
+    FolderLoader,
+    ImageFolder,
+    Images,
+    MemoryLoader,
+    channel_statistics,
+    load,
+    sources,
+)
+from balnorm.data.augment import Moves, crop_and_flip, draw_moves, generator, to_float
+from balnorm.data.loaders import Shares
+from balnorm.data.sources import stratified
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+def random_images(n, channels=3, size=32, classes=10, seed=0):
+    random = np.random.default_rng(seed)
+    labels = random.permutation(np.arange(n) % classes)
+    return random.integers(0, 256, (n, channels, size, size), dtype=np.uint8), labels.astype(np.int64)
+
+
+def md5(data):
+    return hashlib.md5(data).hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Official formats
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cifar10(tmp_path, monkeypatch):
+    """Six files of 20 images, and their checksums in the place of the published ones."""
+    images, labels = random_images(120)
+    records = np.concatenate([labels.astype(np.uint8)[:, None], images.reshape(120, -1)], axis=1)
+    names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+    parts = {name: records[20 * i : 20 * (i + 1)].tobytes() for i, name in enumerate(names)}
+    folder, archive, label_bytes, _, classes = sources._CIFAR["cifar10"]
+    checksums = {name: md5(data) for name, data in parts.items()}
+    test = {"test_batch": checksums.pop("test_batch")}
+    entry = (folder, archive, label_bytes, {"train": checksums, "test": test}, classes)
+    monkeypatch.setitem(sources._CIFAR, "cifar10", entry)
+    (tmp_path / folder).mkdir()
+    for name, data in parts.items():
+        (tmp_path / folder / f"{name}.bin").write_bytes(data)
+    return tmp_path, images, labels
+
+
+def test_cifar10_from_binary_files(cifar10):
+    root, images, labels = cifar10
+    train, test = load("cifar10", root, "train"), load("cifar10", root, "test")
+    assert (len(train), len(test)) == (100, 20)
+    assert np.array_equal(train.images, images[:100])
+    assert np.array_equal(test.labels, labels[100:])
+    assert train.images.dtype == np.uint8
+    assert train.labels.dtype == np.int64
+    assert train.classes[3] == "cat"
+
+
+@pytest.mark.parametrize("packing", ["xz", "archive"])
+def test_cifar10_from_packed_files(cifar10, monkeypatch, packing):
+    root, images, _ = cifar10
+    folder = root / "cifar-10-batches-bin"
+    if packing == "xz":
+        for path in folder.iterdir():
+            path.with_suffix(".bin.xz").write_bytes(lzma.compress(path.read_bytes(), preset=0))
+            path.unlink()
+    else:
+        with tarfile.open(root / "cifar-10-binary.tar.gz", "w:gz") as tar:
+            tar.add(folder, folder.name)
+        for path in folder.iterdir():
+            path.unlink()
+        entry = list(sources._CIFAR["cifar10"])
+        entry[1] = dataclasses.replace(entry[1], md5=md5((root / "cifar-10-binary.tar.gz").read_bytes()))
+        monkeypatch.setitem(sources._CIFAR, "cifar10", tuple(entry))
+    assert np.array_equal(load("cifar10", root, "train").images, images[:100])
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "truncated xz"])
+def test_a_damaged_file_gives_one_sentence(cifar10, damage):
+    root, _, _ = cifar10
+    path = root / "cifar-10-batches-bin" / "data_batch_3.bin"
+    data = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+        message = r"cifar10 is not in .*: download it with `balnorm data get cifar10 --root .*`, or put it there"
+    elif damage == "truncated xz":
+        path.with_suffix(".bin.xz").write_bytes(lzma.compress(data)[:-100])
+        path.unlink()
+        message = r"data_batch_3.bin.xz is damaged \(.*\): delete it and download it again"
+    else:
+        path.write_bytes(data[:-100] if damage == "truncated" else data[:-1] + bytes([data[-1] ^ 1]))
+        message = r"data_batch_3.bin is damaged \(its MD5 is not \w+\): delete it and download it again"
+    with pytest.raises(DataError, match=message) as raised:
+        load("cifar10", root, "train")
+    assert "\n" not in str(raised.value)
+    assert len(load("cifar10", root, "test")) == 20
+
+
+def test_cifar100_has_two_labels_and_uses_the_fine_one(tmp_path):
+    images, labels = random_images(200, classes=100)
+    coarse = np.full((200, 1), 19, np.uint8)
+    records = np.concatenate([coarse, labels.astype(np.uint8)[:, None], images.reshape(200, -1)], axis=1)
+    folder = tmp_path / "cifar-100-binary"
+    folder.mkdir()
+    (folder / "train.bin").write_bytes(records.tobytes())
+    (folder / "test.bin").write_bytes(records[:50].tobytes()[:-1])
+    train = load("cifar100", tmp_path, "train")
+    assert np.array_equal(train.labels, labels)
+    assert np.array_equal(train.images, images)
+    with pytest.raises(DataError, match="153699 bytes are not a number of 3074-byte records"):
+        load("cifar100", tmp_path, "test")
+    (folder / "test.bin").write_bytes(np.full(3074, 200, np.uint8).tobytes())
+    with pytest.raises(DataError, match="a label is 200, and there are 100 classes"):
+        load("cifar100", tmp_path, "test")
+
+
+def test_svhn_reads_train_and_extra(tmp_path, monkeypatch):
+    (tmp_path / "svhn").mkdir()
+    files, parts = {}, {}
+    for seed, name in enumerate(("train", "extra", "test")):
+        images, labels = random_images(30, seed=seed)
+        y = np.where(labels == 0, 10, labels)[:, None].astype(np.uint8)
+        path = tmp_path / "svhn" / f"{name}_32x32.mat"
+        savemat(path, {"X": images.transpose(2, 3, 1, 0), "y": y}, do_compression=True)
+        files[name] = sources.DataFile("", f"svhn/{name}_32x32.mat", md5(path.read_bytes()))
+        parts[name] = images, labels
+    monkeypatch.setattr(sources, "_SVHN", (files["train"], files["extra"]))
+    monkeypatch.setattr(sources, "_SVHN_TEST", (files["test"],))
+    train = load("svhn", tmp_path, "train")
+    assert len(train) == 60
+    assert np.array_equal(train.images[30:], parts["extra"][0])
+    assert np.array_equal(train.labels[:30], parts["train"][1])
+    assert np.array_equal(load("svhn", tmp_path, "test").labels, parts["test"][1])
+    assert not SETS["svhn"].flip
+    hostile = pickle.dumps({"X": 1})
+    (tmp_path / "svhn" / "test_32x32.mat").write_bytes(hostile)
+    with pytest.raises(DataError, match="its MD5 is not"):
+        load("svhn", tmp_path, "test")
+    monkeypatch.setattr(sources, "_SVHN_TEST", (dataclasses.replace(files["test"], md5=md5(hostile)),))
+    with pytest.raises(DataError, match=r"test_32x32.mat is damaged"):
+        load("svhn", tmp_path, "test")
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_idx_files(tmp_path, monkeypatch, name, packed):
+    (tmp_path / name).mkdir()
+    images, labels = random_images(40, channels=1, size=28)
+    files = []
+    for stem in ("train", "t10k"):
+        for kind, header, data in (
+            ("images-idx3", [0, 0, 8, 3, 0, 0, 0, 40, 0, 0, 0, 28, 0, 0, 0, 28], images),
+            ("labels-idx1", [0, 0, 8, 1, 0, 0, 0, 40], labels.astype(np.uint8)),
+        ):
+            contents = bytes(header) + data.tobytes()
+            path = f"{name}/{stem}-{kind}-ubyte"
+            contents = gzip.compress(contents) if packed else contents
+            (tmp_path / (path + ".gz" * packed)).write_bytes(contents)
+            files.append(sources.DataFile("", path + ".gz", md5(contents)))
+    monkeypatch.setitem(sources._IDX, name, tuple(files))
+    train = load(name, tmp_path, "train")
+    assert np.array_equal(train.images, images)
+    assert np.array_equal(load(name, tmp_path, "test").labels, labels)
+    if not packed:
+        path = tmp_path / name / "t10k-images-idx3-ubyte"
+        path.write_bytes(path.read_bytes()[:-5])
+        with pytest.raises(DataError, match=r"31355 bytes where its header says \(40, 28, 28\)"):
+            load(name, tmp_path, "test")
+        path.write_bytes(b"\x80\x04hostile")
+        with pytest.raises(DataError, match="does not start as an idx file"):
+            load(name, tmp_path, "test")
+
+
+def test_digits_come_with_scikit_learn():
+    train, test = load("digits", "nowhere", "train"), load("digits", "nowhere", "test")
+    assert (len(train), len(test)) == (1438, 359)
+    assert train.images.shape[1:] == (1, 8, 8)
+    assert train.images.max() == 255
+    both = np.concatenate([train.images, test.images]).reshape(1797, -1)
+    assert len(np.unique(both, axis=0)) > 1790  # no image is in both
+    assert np.abs(np.bincount(test.labels) * 5 - np.bincount(np.concatenate([train.labels, test.labels]))).max() <= 5
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="CIFAR-10 is not here")
+def test_real_cifar10():
+    test = load("cifar10", SHARED, "test")
+    assert np.array_equal(np.bincount(test.labels), [1000] * 10)
+    mean, std = channel_statistics(test.images)
+    assert np.allclose(mean, [0.494, 0.485, 0.450], atol=1e-3)
+    assert np.allclose(std, [0.247, 0.243, 0.262], atol=1e-3)
+
+
+def test_wrong_names_say_what_is_allowed():
+    with pytest.raises(DataError, match=r"the data set must be one of cifar10, cifar100, svhn, .*, got 'cifar'"):
+        load("cifar", ".", "train")
+    with pytest.raises(DataError, match="the split must be 'train' or 'test', got 'val'"):
+        load("digits", ".", "val")
+
+
+def test_channel_statistics_are_exact():
+    images, _ = random_images(50)
+    mean, std = channel_statistics(images)
+    pixels = images.astype(np.float64) / 255
+    assert np.allclose(mean, pixels.mean((0, 2, 3)), atol=1e-12)
+    assert np.allclose(std, pixels.std((0, 2, 3)), atol=1e-12)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Parts of a data set
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=200), st.integers(1, 250), st.integers(0, 3))
+def test_parts_are_stratified_and_fixed_by_the_seed(labels, limit, seed):
+    labels = np.array(labels)
+    index = stratified(labels, limit=limit, seed=seed)
+    assert len(index) == min(limit, len(labels))
+    assert np.all(np.diff(index) > 0)
+    assert np.array_equal(index, stratified(labels, limit=limit, seed=seed))
+    shares = np.bincount(labels) * len(index) / len(labels)
+    assert np.abs(np.bincount(labels[index], minlength=len(shares)) - shares).max() < 1
+
+
+def test_limit_and_fraction():
+    labels = np.arange(1000) % 10
+    assert len(stratified(labels, fraction=0.25)) == 250
+    assert len(stratified(labels, fraction=0.25, limit=100)) == 100
+    assert not np.array_equal(stratified(labels, limit=100, seed=1), stratified(labels, limit=100, seed=2))
+    for options in ({"limit": 0}, {"fraction": 0.0}, {"fraction": 1.5}):
+        with pytest.raises(DataError, match="must be"):
+            stratified(labels, **options)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Augmentation
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 4), st.integers(1, 6), st.integers(1, 7), st.integers(0, 100))
+def test_crop_and_flip_is_padding_cutting_and_mirroring(padding, height, width, seed):
+    images = torch.randint(0, 256, (5, 3, height, width), generator=torch.Generator().manual_seed(seed)).byte()
+    moves = draw_moves(5, padding, True, torch.Generator().manual_seed(seed))
+    result = crop_and_flip(images, moves, padding)
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    padded = torch.nn.functional.pad(images, (padding,) * 4)
+    for i in range(5):
+        down, right = int(moves.down[i]), int(moves.right[i])
+        expected = padded[i, :, down : down + height, right : right + width]
+        assert torch.equal(result[i], expected.flip(2) if moves.flip[i] else expected)
+
+
+def test_moves_are_uniform():
+    moves = draw_moves(9000, 4, True, generator(0))
+    for shift in (moves.down, moves.right):
+        assert torch.bincount(shift).tolist() == pytest.approx([1000] * 9, abs=150)
+    assert moves.flip.float().mean().item() == pytest.approx(0.5, abs=0.03)
+    assert not draw_moves(100, 4, False, generator(0)).flip.any()
+    still = Moves(torch.full((2,), 3), torch.full((2,), 3), torch.zeros(2, dtype=torch.bool))
+    images = torch.rand(2, 3, 4, 4)
+    assert torch.equal(crop_and_flip(images, still, 3), images)
+
+
+def test_pixels():
+    images = torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 1, 1, 3)
+    assert torch.allclose(to_float(images, "unit").flatten(), torch.tensor([0.0, 0.2, 1.0]))
+    standardized = to_float(images, "standardized", ([0.5], [0.25])).flatten()
+    assert torch.allclose(standardized, torch.tensor([-2.0, -1.2, 2.0]))
+    with pytest.raises(ValueError, match="standardized pixels need the data set's mean and standard deviation"):
+        to_float(images, "standardized")
+    with pytest.raises(ValueError, match="pixels must be 'unit' or 'standardized', got 'raw'"):
+        to_float(images, "raw")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Loaders
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 4), st.booleans(), st.integers(0, 3))
+def test_processes_share_an_epoch_without_overlap(images, batch_size, world, training, epoch):
+    if batch_size > (images // world if training else images) or (training and images < world):
+        with pytest.raises(ValueError, match="batch_size must be from 1 to"):
+            Shares(images, batch_size, training, 0, 0, world)
+        return
+    shares = [Shares(images, batch_size, training, 5, rank, world) for rank in range(world)]
+    batches = [[batch.tolist() for batch in share.batches(epoch)] for share in shares]
+    assert [len(share) for share in shares] == [len(parts) for parts in batches]
+    seen = [index for parts in batches for batch in parts for index in batch]
+    assert len(seen) == len(set(seen))
+    if training:
+        assert len({len(share) for share in shares}) == 1
+        assert len(seen) == images // (batch_size * world) * batch_size * world
+        alone = Shares(images, batch_size * world, True, 5, 0, 1)
+        together = [[i for parts in batches for i in parts[step]] for step in range(len(shares[0]))]
+        assert together == [batch.tolist() for batch in alone.batches(epoch)]
+    else:
+        assert sorted(seen) == list(range(images))
+
+
+def images_of(n=100, **options):
+    images, labels = random_images(n, **options)
+    return Images(images, labels, tuple("0123456789"))
+
+
+def memory_loader(**options):
+    return MemoryLoader(images_of(), 16, **{"training": True, "seed": 3, "padding": 4, "flip": True, **options})
+
+
+def collect(loader, epoch=0, start=0):
+    batches = list(loader.epoch(epoch, start))
+    return torch.cat([images for images, _ in batches]), torch.cat([labels for _, labels in batches])
+
+
+def test_an_epoch_is_a_function_of_seed_and_epoch():
+    first, second = collect(memory_loader(), 2), collect(memory_loader(), 2)
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    loader = memory_loader()
+    collect(loader, 0)
+    torch.rand(5)
+    assert torch.equal(collect(loader, 2)[0], first[0])
+    assert not torch.equal(collect(loader, 1)[0], first[0])
+    assert not torch.equal(collect(memory_loader(seed=4), 2)[0], first[0])
+
+
+def test_an_epoch_can_start_in_the_middle():
+    whole, rest = collect(memory_loader(), 1), collect(memory_loader(), 1, start=4)
+    assert torch.equal(whole[0][4 * 16 :], rest[0])
+    assert torch.equal(whole[1][4 * 16 :], rest[1])
+
+
+def test_two_processes_see_the_same_augmented_images_as_one():
+    alone = [images for images, _ in memory_loader().epoch(1)]
+    halves = [
+        MemoryLoader(images_of(), 8, training=True, seed=3, padding=4, flip=True, rank=r, world=2) for r in (0, 1)
+    ]
+    for whole, left, right in zip(alone, *(loader.epoch(1) for loader in halves), strict=True):
+        assert torch.equal(whole, torch.cat([left[0], right[0]]))
+
+
+def test_evaluation_changes_nothing():
+    data = images_of()
+    loader = MemoryLoader(data, 16, training=False, padding=4, flip=True)
+    images, labels = collect(loader)
+    assert len(loader) == 7
+    assert torch.allclose(images, torch.from_numpy(data.images) / 255)
+    assert torch.equal(labels, torch.from_numpy(data.labels))
+    assert images.dtype == torch.float32
+
+
+def test_batches_are_channels_last_and_standardised():
+    data = images_of()
+    loader = memory_loader(pixels="standardized", statistics=channel_statistics(data.images), padding=0)
+    images, _ = next(loader.epoch(0))
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    whole, _ = collect(
+        MemoryLoader(data, 100, training=False, pixels="standardized", statistics=channel_statistics(data.images))
+    )
+    assert torch.allclose(whole.mean((0, 2, 3)), torch.zeros(3), atol=1e-4)
+    assert torch.allclose(whole.std((0, 2, 3)), torch.ones(3), atol=1e-3)
+
+
+def test_bad_options_fail_at_once():
+    with pytest.raises(ValueError, match="batch_size must be from 1 to 100 for 100 images, got 101"):
+        MemoryLoader(images_of(), 101, training=True)
+    with pytest.raises(ValueError, match="rank must be from 0 to 1, got 2"):
+        MemoryLoader(images_of(), 10, training=True, rank=2, world=2)
+    with pytest.raises(ValueError, match="standardized pixels need"):
+        memory_loader(pixels="standardized")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Image folders
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three classes, each a colour, in images of several shapes and formats."""
+    colours = {"blue": (20, 30, 230), "green": (20, 220, 30), "red": (230, 20, 30)}
+    for split, n in (("train", 8), ("val", 3)):
+        for name, colour in colours.items():
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(n):
+                suffix = ("jpg", "png", "JPEG")[i % 3]
+                Image.new("RGB", (40 + 7 * i, 60 - 3 * i), colour).save(tmp_path / split / name / f"{i}.{suffix}")
+    (tmp_path / "train" / "red" / "notes.txt").write_text("not an image")
+    return tmp_path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("training", [True, False])
+def test_folders_give_batches(folder, workers, training):
+    data = ImageFolder.scan(folder, "train" if training else "test")
+    assert data.classes == ("blue", "green", "red")
+    loader = FolderLoader(data, 5, training=training, size=32, workers=workers, seed=1)
+    batches = list(loader.epoch(0))
+    assert len(batches) == len(loader) == (4 if training else 2)
+    for images, labels in batches:
+        assert images.shape[1:] == (3, 32, 32)
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        brightest = images.mean((2, 3)).argmax(1)  # red, green, blue
+        assert torch.equal(brightest, 2 - labels)
+    if training:
+        assert torch.equal(next(loader.epoch(0))[0], batches[0][0])
+        assert torch.equal(next(loader.epoch(0, start=2))[0], batches[2][0])
+
+
+def test_evaluation_shows_the_centre(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        pixels = np.zeros((64, 128, 3), np.uint8)
+        pixels[:, 32:96] = 255  # the middle half is white
+        Image.fromarray(pixels).save(tmp_path / split / "a" / "0.png")
+    images, _ = next(FolderLoader(ImageFolder.scan(tmp_path, "test"), 1, training=False, size=28, workers=0).epoch(0))
+    assert (images > 0.99).all()
+
+
+def test_random_crops_vary_and_stay_inside(folder):
+    from balnorm.data.folders import _Decoder
+
+    decoder = _Decoder(ImageFolder.scan(folder, "train"), 32, True, True, (0, 0))
+    areas = []
+    for seed in range(300):
+        left, top, right, bottom = decoder._box(100, 60, np.random.default_rng(seed))
+        assert 0 <= left < right <= 100
+        assert 0 <= top < bottom <= 60
+        areas.append((right - left) * (bottom - top) / 6000)
+    assert min(areas) < 0.15
+    assert max(areas) > 0.7
+
+
+def test_corrupt_images_are_named_and_skipped_only_if_asked(folder):
+    bad = folder / "train" / "green" / "0.jpg"
+    bad.write_bytes(bad.read_bytes()[:100])
+    data = ImageFolder.scan(folder, "train")
+    for workers in (0, 1):
+        with pytest.raises(DataError, match=r"green/0.jpg cannot be decoded \(.*\): remove it, or ask for") as raised:
+            list(FolderLoader(data, 4, training=True, size=16, workers=workers).epoch(0))
+        assert "\n" not in str(raised.value)
+    loader = FolderLoader(data, 4, training=True, size=16, workers=0, skip_corrupt=True)
+    assert sum(len(labels) for _, labels in loader.epoch(0)) == 23
+    assert list(loader.skipped) == [bad]
+
+
+def test_folders_take_limits_and_say_what_is_missing(folder):
+    assert np.bincount(ImageFolder.scan(folder, "train", limit=6).labels).tolist() == [2, 2, 2]
+    with pytest.raises(DataError, match="has no folder train or training"):
+        ImageFolder.scan(folder / "train", "train")
+    (folder / "val" / "yellow").mkdir()
+    with pytest.raises(DataError, match=r"has classes that are not in .*: yellow"):
+        ImageFolder.scan(folder, "test")
+    for path in (folder / "train").rglob("*.*"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"has no images: their names should end in .bmp, "):
+        ImageFolder.scan(folder, "train")
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="Tiny-ImageNet is not here")
+def test_real_jpegs(tmp_path):
+    with tarfile.open(SHARED / "tiny-imagenet-10.tar") as tar:
+        tar.extractall(tmp_path, filter="data")
+    data = ImageFolder.scan(tmp_path / "tiny-imagenet-10", "train", limit=40)
+    images, labels = next(FolderLoader(data, 40, training=True, size=64, workers=0).epoch(0))
+    assert images.shape == (40, 3, 64, 64)
+    assert torch.bincount(labels).tolist() == [4] * 10
+    assert 0.05 < images.std() < 0.5

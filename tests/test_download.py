@@ -1,0 +1,127 @@
+"""Downloads, against a server on this machine that can send ranges, break off, and lie."""
+
+import hashlib
+import http.server
+import threading
+from typing import ClassVar
+
+import pytest
+
+from balnorm.data import DataError, check, download, sources
+from balnorm.data.download import fetch
+
+CONTENTS = bytes(range(256)) * 8000
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Serves CONTENTS under any name; ``/whole`` ignores ranges, ``/lies`` sends something else, ``/gone`` nothing."""
+
+    breaks: ClassVar[list[int]] = []  # after how many bytes the next answers break off
+    ranges: ClassVar[list[str | None]] = []
+
+    def do_GET(self):
+        wanted = self.headers.get("Range")
+        Handler.ranges.append(wanted)
+        if self.path.startswith("/gone"):
+            self.send_error(404)
+            return
+        data = b"something else" if self.path.startswith("/lies") else CONTENTS
+        start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted and "/whole" not in self.path else 0
+        if start and start >= len(data):
+            self.send_error(416)
+            return
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(data) - start))
+        self.end_headers()
+        body = data[start:]
+        if Handler.breaks:
+            self.wfile.write(body[: Handler.breaks.pop(0)])
+            self.wfile.flush()
+            self.connection.close()
+            return
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    Handler.breaks, Handler.ranges = [], []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def file_at(url):
+    return sources.DataFile(url, "set/file.bin", hashlib.md5(CONTENTS).hexdigest())
+
+
+def quiet(*_):
+    pass
+
+
+def test_a_download_arrives_whole(server, tmp_path):
+    seen = []
+    path = fetch(file_at(f"{server}/a"), tmp_path, lambda *call: seen.append(call))
+    assert path.read_bytes() == CONTENTS
+    assert seen[0] == ("set/file.bin", 0, len(CONTENTS))
+    assert seen[-1] == ("set/file.bin", len(CONTENTS), len(CONTENTS))
+    assert [p.name for p in path.parent.iterdir()] == ["file.bin"]
+    fetch(file_at(f"{server}/a"), tmp_path, quiet)
+    assert len(Handler.ranges) == 1  # what is there is not fetched again
+
+
+@pytest.mark.parametrize("address", ["a", "whole"])
+def test_a_broken_transfer_goes_on(server, tmp_path, address):
+    Handler.breaks = [1_200_000, 300_000]
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"could not fetch .*bytes are kept: the same command goes on from there"):
+            fetch(file_at(f"{server}/{address}"), tmp_path, quiet)
+        assert not (tmp_path / "set" / "file.bin").exists()
+    assert fetch(file_at(f"{server}/{address}"), tmp_path, quiet).read_bytes() == CONTENTS
+    if address == "a":
+        assert Handler.ranges == [None, "bytes=1200000-", "bytes=1500000-"]
+
+
+def test_a_complete_part_is_only_checked(server, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "file.bin.part").write_bytes(CONTENTS)
+    assert fetch(file_at(f"{server}/a"), tmp_path, quiet).read_bytes() == CONTENTS
+
+
+def test_a_wrong_file_does_not_get_in_place(server, tmp_path):
+    with pytest.raises(DataError, match=r"is not the published file \(its MD5 differs\), and was deleted: try again"):
+        fetch(file_at(f"{server}/lies"), tmp_path, quiet)
+    assert list((tmp_path / "set").iterdir()) == []
+    with pytest.raises(DataError, match="404"):
+        fetch(file_at(f"{server}/gone"), tmp_path, quiet)
+    (tmp_path / "set" / "file.bin").write_bytes(b"mine")
+    with pytest.raises(DataError, match="delete it or move it away"):
+        fetch(file_at(f"{server}/a"), tmp_path, quiet)
+    assert (tmp_path / "set" / "file.bin").read_bytes() == b"mine"
+
+
+def test_no_server_gives_one_sentence(tmp_path):
+    with pytest.raises(DataError, match=r"could not fetch http://127.0.0.1:9/x") as raised:
+        fetch(file_at("http://127.0.0.1:9/x"), tmp_path, quiet)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_set_is_downloaded_and_checked(server, tmp_path, monkeypatch, capsys):
+    import dataclasses
+
+    files = (file_at(f"{server}/a"),)
+    monkeypatch.setitem(sources.SETS, "mnist", dataclasses.replace(sources.SETS["mnist"], files=files))
+    assert check("mnist", tmp_path) == {"set/file.bin": "missing"}
+    assert download("mnist", tmp_path) == [tmp_path / "set" / "file.bin"]
+    assert "set/file.bin" in capsys.readouterr().out
+    assert check("mnist", tmp_path) == {"set/file.bin": "good"}
+    (tmp_path / "set" / "file.bin").write_bytes(b"short")
+    assert check("mnist", tmp_path) == {"set/file.bin": "damaged"}
+    assert download("digits", tmp_path) == []
+    with pytest.raises(DataError, match="the data set must be one of"):
+        download("imagenet", tmp_path)

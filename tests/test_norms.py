@@ -1,0 +1,185 @@
+"""Every normalisation by name: it does what its paper says, and works in every network."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from balnorm import BalNormConv2d
+from balnorm.models import create_model
+from balnorm.norms import NORMS, BatchRenorm2d, MeanOnlyBatchNorm2d, get_norm, set_progress
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_every_norm_trains_and_evaluates(name):
+    model = create_model("wide_resnet", norm=name, depth=8, width=8)
+    x, y = torch.rand(8, 3, 8, 8), torch.arange(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    copy.deepcopy(model)
+    model.eval()
+    assert torch.allclose(model(x[:3]), model(x)[:3], atol=1e-4)  # nothing of the batch is left
+    state = model.state_dict()
+    fresh = create_model("wide_resnet", norm=name, depth=8, width=8)
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh.eval()(x), model(x))
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_weights_start_normal_by_fan_out(name):
+    conv = NORMS[name].conv(64, 128, 3, stride=2, padding=1, groups=2)
+    weight = conv.parametrizations.weight.original if name == "weightstandardization" else conv.weight
+    assert weight.shape == (128, 32, 3, 3)
+    if name != "weightstandardization":
+        expected = (2 / (128 * 9)) ** 0.5 * (2**0.5 if isinstance(conv, BalNormConv2d) else 1.0)  # ours counts groups
+        assert weight.std().item() == pytest.approx(expected, rel=0.02)
+
+
+def test_a_bias_stands_where_no_norm_would_take_it_away():
+    with_bias = {name for name, norm in NORMS.items() if norm.conv(4, 4, 3).bias is not None}
+    assert with_bias == {name for name in NORMS if name.startswith("balnorm")} | {"weightnorm", "lrn", "none"}
+
+
+def test_only_balnorm_is_fed_unit_pixels():
+    assert {name for name, norm in NORMS.items() if norm.pixels == "unit"} == {n for n in NORMS if "balnorm" in n}
+    assert all(norm.source for norm in NORMS.values())
+
+
+def test_variants_of_balnorm():
+    def options(name):
+        layer = NORMS[name].conv(3, 4, 3)
+        return layer.one_pass, layer.mass, layer.stats_fraction, layer.gain_init
+
+    assert options("balnorm") == (True, "channel", 1.0, "unit_variance")
+    assert options("balnorm-two-pass") == (False, "channel", 1.0, "unit_variance")
+    assert options("balnorm-position") == (True, "position", 1.0, "unit_variance")
+    assert options("balnorm-quarter") == (True, "channel", 0.25, "unit_variance")
+    assert options("balnorm-gain1") == (True, "channel", 1.0, 1.0)
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(64, 32), (96, 32), (48, 16), (40, 8), (7, 1)])
+def test_groups_divide_the_channels(channels, groups):
+    assert NORMS["groupnorm"].norm(channels).num_groups == groups
+
+
+def test_local_response_is_alexnets():
+    """b = a / (2 + 1e-4 sum of a^2 over the five channels around) ^ 0.75, as in section 3.3 of their paper."""
+    a = torch.rand(2, 9, 3, 3) * 100
+    expected = torch.empty_like(a)
+    for channel in range(9):
+        window = a[:, max(0, channel - 2) : channel + 3]
+        expected[:, channel] = a[:, channel] / (2 + 1e-4 * window.square().sum(1)) ** 0.75
+    assert torch.allclose(NORMS["lrn"].norm(9)(a), expected, rtol=1e-5)
+
+
+def test_weight_normalisation_separates_length_and_direction():
+    conv = NORMS["weightnorm"].conv(3, 4, 3)
+    length, direction = (parameter.detach() for parameter in conv.parametrizations.weight.parameters())
+    expected = length * direction / direction.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+    assert torch.allclose(conv.weight, expected, atol=1e-6)
+
+
+def test_standardised_weights():
+    weight = NORMS["weightstandardization"].conv(3, 8, 3).weight.flatten(1)
+    assert torch.allclose(weight.mean(1), torch.zeros(8), atol=1e-5)
+    assert torch.allclose(weight.std(1), torch.ones(8), rtol=1e-3)
+
+
+def test_mean_only_batch_norm_is_the_additive_half():
+    norm = MeanOnlyBatchNorm2d(3, momentum=0.5)
+    nn.init.normal_(norm.bias)
+    x = torch.rand(4, 3, 5, 5)
+    centred = x - x.mean((0, 2, 3), keepdim=True)
+    assert torch.allclose(norm(x), centred + norm.bias.view(1, 3, 1, 1), atol=1e-6)
+    assert torch.allclose(norm.running_mean, 0.5 * x.mean((0, 2, 3)))
+    norm.eval()
+    assert torch.allclose(norm(x), x + (norm.bias - norm.running_mean).view(1, 3, 1, 1))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Batch renormalisation
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def renormalised(norm, x):
+    """The paper's algorithm 1, in float64 and word for word."""
+    x = x.double()
+    mean, variance = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
+    std = (variance + norm.eps).sqrt()
+    running_mean, running_std = norm.running_mean.double(), norm.running_std.double()
+    r_max, d_max = (float(limit) for limit in norm.limits())
+    r = (std.detach() / running_std).clamp(1 / r_max, r_max)
+    d = ((mean.detach() - running_mean) / running_std).clamp(-d_max, d_max)
+    view = (1, -1, 1, 1)
+    normalised = (x - mean.view(view)) / std.view(view) * r.view(view) + d.view(view)
+    return normalised * norm.weight.double().view(view) + norm.bias.double().view(view)
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.02, 0.1, 0.2, 0.5])
+def test_batch_renormalisation_is_the_papers(progress):
+    norm = BatchRenorm2d(3)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    norm.running_mean.uniform_(-1, 1)
+    norm.running_std.uniform_(0.5, 2)
+    set_progress(nn.Sequential(norm), progress)
+    x = torch.randn(4, 3, 5, 5, requires_grad=True)
+    expected = renormalised(norm, x)
+    (expected_grad,) = torch.autograd.grad(expected.square().sum(), x)
+    before = norm.running_mean.clone(), norm.running_std.clone()
+    y = norm(x)
+    (grad,) = torch.autograd.grad(y.square().sum(), x)
+    assert torch.allclose(y.double(), expected, atol=1e-4)
+    assert torch.allclose(grad, expected_grad.float(), atol=1e-3)
+    mean, std = x.mean((0, 2, 3)), (x.var((0, 2, 3), correction=0) + norm.eps).sqrt()
+    assert torch.allclose(norm.running_mean, torch.lerp(before[0], mean, 0.01).detach())
+    assert torch.allclose(norm.running_std, torch.lerp(before[1], std, 0.01).detach())
+
+
+def test_the_limits_of_renormalisation_open_with_training():
+    norm = BatchRenorm2d(1)
+    found = {}
+    for step in (0, 5_000, 15_000, 25_000, 40_000, 130_000):
+        set_progress(norm, step / 130_000)
+        found[step] = tuple(round(float(limit), 3) for limit in norm.limits())
+    assert found == {
+        0: (1.0, 0.0),
+        5_000: (1.0, 0.0),
+        15_000: (1.571, 2.5),
+        25_000: (2.143, 5.0),
+        40_000: (3.0, 5.0),
+        130_000: (3.0, 5.0),
+    }
+    with pytest.raises(ValueError, match=r"progress must be between 0 and 1, got 1.5"):
+        set_progress(norm, 1.5)
+
+
+def test_renormalisation_without_freedom_is_batch_norm():
+    renorm, norm = BatchRenorm2d(3), nn.BatchNorm2d(3, eps=1e-3)
+    x = torch.randn(4, 3, 5, 5) * 3 + 1
+    assert torch.allclose(renorm(x), norm(x), atol=1e-5)
+
+
+def test_statistics_stay_in_float32():
+    for norm in (BatchRenorm2d(3), MeanOnlyBatchNorm2d(3)):
+        x = torch.full((4, 3, 32, 32), 300.0, dtype=torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = norm(x)
+        assert norm.running_mean.dtype == torch.float32
+        assert y.isfinite().all()
+        assert torch.allclose(norm.running_mean, torch.full((3,), 300.0 * norm.momentum))
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match=r"norm must be one of balnorm, .*, got 'batch'"):
+        get_norm("batch")
