@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import itertools
 import platform
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from balnorm import BalNormConv2d
+from balnorm.data import Images, MemoryLoader, channel_statistics
+from balnorm.norms import NORMS
 from benchmarks.measure import interleaved, peak_memory_of_step, ratio, saved_bytes, training_step
 from benchmarks.networks import METHODS, NETWORKS
 from benchmarks.zoo import TIMM, TORCHVISION, build, import_timm, trial
@@ -95,8 +100,8 @@ def networks(rounds: int) -> Iterable[str]:
         layouts, saved = {}, {}
         for method in METHODS:
             torch.manual_seed(0)
-            layouts[method] = better_layout(lambda: network.build(METHODS[method]), shape)  # noqa: B023
-            model, x = in_layout(network.build(METHODS[method]), shape, layouts[method])
+            layouts[method] = better_layout(lambda: network.build(method), shape)  # noqa: B023
+            model, x = in_layout(network.build(method), shape, layouts[method])
             saved[method] = saved_bytes(model, x)
             steps[method] = training_step(model, x)
         n = rounds if network.size < 64 else max(5, rounds // 2)
@@ -136,9 +141,9 @@ def compiled(rounds: int) -> Iterable[str]:
         network = NETWORKS[name]
         shape = (network.batch, 3, network.size, network.size)
         steps: dict[str, Step] = {}
-        for method in ("none", "batchnorm", "balnorm channel", "balnorm position"):
+        for method in ("none", "batchnorm", "balnorm", "balnorm-position"):
             torch._dynamo.reset()
-            model, x = in_layout(network.build(METHODS[method]), shape, "channels_last")
+            model, x = in_layout(network.build(method), shape, "channels_last")
             steps[method] = training_step(torch.compile(model, fullgraph=True), x)  # type: ignore[arg-type]
             steps[method]()
         times = interleaved(steps, rounds)
@@ -185,8 +190,8 @@ def growth(rounds: int) -> Iterable[str]:
 
 def one_layer(batch: int, width: int, kernel: int, image: int, rounds: int) -> list[str]:
     steps = {}
-    for method in ("none", "batchnorm", "balnorm channel", "balnorm position"):
-        conv, norm = METHODS[method]
+    for method in ("none", "batchnorm", "balnorm", "balnorm-position"):
+        conv, norm = NORMS[method].conv, NORMS[method].norm
         # the leading ReLU stands for the layer before: its output needs a gradient, as in a network
         layer = nn.Sequential(Scale(), nn.ReLU(), conv(width, width, kernel, padding=kernel // 2), norm(width))
         steps[method] = training_step(*in_layout(layer, (batch, width, image, image), "channels_last"))
@@ -194,8 +199,8 @@ def one_layer(batch: int, width: int, kernel: int, image: int, rounds: int) -> l
     return [
         f"{1e3 * statistics.median(times['none']):.1f}",
         spread(times["batchnorm"], times["none"]),
-        spread(times["balnorm channel"], times["none"]),
-        spread(times["balnorm position"], times["balnorm channel"]),
+        spread(times["balnorm"], times["none"]),
+        spread(times["balnorm-position"], times["balnorm"]),
     ]
 
 
@@ -255,8 +260,8 @@ def profile(rounds: int) -> Iterable[str]:
         shape = (network.batch, 3, network.size, network.size)
         yield f"\n### {name}, channels_last, {rounds} steps under torch.profiler\n"
         rows = {}
-        for method in ("none", "batchnorm", "balnorm channel"):
-            step = training_step(*in_layout(network.build(METHODS[method]), shape, "channels_last"))
+        for method in ("none", "batchnorm", "balnorm"):
+            step = training_step(*in_layout(network.build(method), shape, "channels_last"))
             step()
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
                 for _ in range(rounds):
@@ -280,6 +285,62 @@ def profile_row(profiler: torch.profiler.profile, steps: int) -> list[str]:
         else:
             rest += milliseconds
     return [str(small_calls), f"{small:.1f}", f"{convolutions:.1f}", f"{rest:.1f}"]
+
+
+def input_pipeline(rounds: int) -> Iterable[str]:
+    """Batches from memory, against a training step and against a DataLoader that transforms image by image."""
+    random = np.random.default_rng(0)
+    data = Images(random.integers(0, 256, (10_240, 3, 32, 32), np.uint8), random.integers(0, 10, 10_240), ("",) * 10)
+    statistics_ = channel_statistics(data.images)
+    loader = MemoryLoader(data, 128, training=True, padding=4, flip=True, pixels="standardized", statistics=statistics_)
+    network = NETWORKS["WRN-20 width 16, batch 128"]
+    model, x = in_layout(network.build("balnorm"), (128, 3, 32, 32), "channels_last")
+    batches = (batch for epoch in itertools.count() for batch in loader.epoch(epoch))
+    times = interleaved({"step": training_step(model, x), "batch": lambda: next(batches)}, 5 * rounds)
+    yield "## Input pipeline\n"
+    yield "CIFAR-shaped images in memory, batch 128: crop after padding by 4, flip, standardise."
+    share, low, high = ratio(times["batch"], times["step"])
+    batch_ms, step_ms = (1e3 * statistics.median(times[name]) for name in ("batch", "step"))
+    yield f"A batch takes {batch_ms:.1f} ms, a training step of WRN-20 width 16 with BalNorm {step_ms:.0f} ms:"
+    yield f"{share:.1%} [{low:.1%}, {high:.1%}] (n = {5 * rounds}).\n"
+
+    loaders: dict[str, Callable[[], Iterable[object]]] = {"balnorm.data.MemoryLoader": lambda: loader.epoch(0)}
+    for workers in (0, 2):
+        usual = per_image_loader(data, statistics_, workers)
+        loaders[f"DataLoader, torchvision transforms, {workers} workers"] = lambda usual=usual: usual  # type: ignore[misc]
+    epochs = {name: (lambda make=make: sum(1 for _ in make())) for name, make in loaders.items()}  # type: ignore[misc]
+    times = interleaved(epochs, 5, warmup=1)
+    ours = times["balnorm.data.MemoryLoader"]
+    yield from table(
+        ["loader", "images a second", "its time / ours"],
+        [[name, f"{10_240 / statistics.median(t):,.0f}", spread(t, ours)] for name, t in times.items()],
+    )
+
+
+def per_image_loader(data: Images, channels: Any, workers: int) -> Iterable[object]:
+    """What most scripts do: a PIL image, a crop, a flip, a tensor, one after the other."""
+    import_timm()
+    from PIL import Image
+    from torchvision import transforms
+
+    mean, std = (values.tolist() for values in channels)
+    transform = transforms.Compose(
+        [
+            transforms.RandomCrop(32, padding=4),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(mean, std),
+        ]
+    )
+
+    class PerImage(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return len(data)
+
+        def __getitem__(self, index: int) -> Any:
+            return transform(Image.fromarray(data.images[index].transpose(1, 2, 0))), int(data.labels[index])
+
+    return torch.utils.data.DataLoader(PerImage(), 128, shuffle=True, num_workers=workers, drop_last=True)
 
 
 def zoo(rounds: int) -> Iterable[str]:  # noqa: ARG001
@@ -311,6 +372,7 @@ PARTS: dict[str, Callable[[int], Iterable[str]]] = {
     "inference": inference,
     "compiled": compiled,
     "profile": profile,
+    "input": input_pipeline,
     "zoo": zoo,
 }
 

@@ -82,10 +82,10 @@ def peak_memory_of_step(network: str, method: str, batch: int) -> int:
 
 
 def print_peak_memory(network: str, method: str, batch: int) -> None:
-    from benchmarks.networks import METHODS, NETWORKS
+    from benchmarks.networks import NETWORKS
 
     spec = NETWORKS[network]
-    model = spec.build(METHODS[method]).to(memory_format=torch.channels_last)
+    model = spec.build(method).to(memory_format=torch.channels_last)
     x = torch.rand(batch, 3, spec.size, spec.size).contiguous(memory_format=torch.channels_last)
     before = status("VmRSS")
     step = training_step(model, x)

@@ -81,7 +81,7 @@ def test_the_package_is_typed():
     assert (PACKAGE / "py.typed").exists()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/models.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/models.md", "docs/norms.md"])
 def test_python_in_the_documents_runs(document):
     """Block after block, in one program."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)

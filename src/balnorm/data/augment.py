@@ -1,4 +1,4 @@
-"""Augmentation of whole batches at once: a crop and a mirror image are one gather of pixels, on any device."""
+"""Augmentation of whole batches at once, on any device."""
 
 from __future__ import annotations
 
@@ -29,9 +29,6 @@ class Moves(NamedTuple):
     def of(self, index: Tensor) -> Moves:
         return Moves(*(values[index] for values in self))
 
-    def to(self, device: torch.device) -> Moves:
-        return Moves(*(values.to(device) for values in self))
-
 
 def generator(*key: int) -> torch.Generator:
     """A source of random numbers that depends on the key and on nothing else."""
@@ -50,8 +47,8 @@ def crop_and_flip(images: Tensor, moves: Moves, padding: int) -> Tensor:
     """Pad with black, cut out at each image's own place, mirror where asked.
 
     Args:
-        images: (N, C, H, W), of any dtype.
-        moves: for each image, with shifts from 0 to twice the ``padding``; ``padding`` itself moves nothing.
+        images: (N, C, H, W), of any dtype, fastest in channels_last.
+        moves: for each image, on the CPU; shifts are from 0 to twice the ``padding``, which itself moves nothing.
         padding: in pixels, on every side.
 
     Returns:
@@ -63,14 +60,21 @@ def crop_and_flip(images: Tensor, moves: Moves, padding: int) -> Tensor:
         tensor([[[[1, 0],
                   [3, 2]]]])
     """
-    height, width = images.shape[2:]
-    padded = F.pad(images, (padding,) * 4)
-    rows = moves.down.unsqueeze(1) + torch.arange(height, device=images.device)
-    columns = torch.arange(width, device=images.device).expand(len(images), -1)
-    columns = torch.where(moves.flip.unsqueeze(1), width - 1 - columns, columns) + moves.right.unsqueeze(1)
-    sample = torch.arange(len(images), device=images.device)
-    # Index arrays around a slice put the slice last: (N, H, W, C) in memory.
-    return padded[sample[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    count, channels, height, width = images.shape
+    # In memory an image is rows of pixels of channels. A crop is then a window of the padded image, and its rows are
+    # pieces of memory: copying them is far faster than picking pixels.
+    padded = F.pad(images.permute(0, 2, 3, 1), (0, 0, *(padding,) * 4)).contiguous()
+    image, row, pixel, _ = padded.stride()
+    places = 2 * padding + 1
+    windows = padded.as_strided(
+        (count, places, places, height, width * channels), (image, row, pixel, row, 1), padded.storage_offset()
+    )
+    index = torch.arange(count, device=images.device)
+    cropped = windows[index, moves.down.to(images.device), moves.right.to(images.device)]
+    cropped = cropped.view(count, height, width, channels)
+    mirrored = moves.flip.nonzero().squeeze(1).to(images.device)
+    cropped[mirrored] = cropped[mirrored].flip(2)
+    return cropped.permute(0, 3, 1, 2)
 
 
 def to_float(images: Tensor, pixels: Pixels, statistics: ChannelStatistics | None = None) -> Tensor:
@@ -82,5 +86,9 @@ def to_float(images: Tensor, pixels: Pixels, statistics: ChannelStatistics | Non
         raise ValueError(f"pixels must be 'unit' or 'standardized', got {pixels!r}")
     if statistics is None:
         raise ValueError("standardized pixels need the data set's mean and standard deviation: statistics=(mean, std)")
-    mean, std = (torch.as_tensor(values).to(x).view(1, -1, 1, 1) for values in statistics)
-    return x.sub_(255 * mean).div_(255 * std)
+    mean, std = (torch.as_tensor(values, dtype=torch.float64) for values in statistics)
+    # A row of pixels at a time: long enough for vector instructions, which three channels are not.
+    rows = x.permute(0, 2, 3, 1).flatten(2)
+    scale, shift = ((values.repeat(x.shape[3])).to(x) for values in (1 / (255 * std), -mean / std))
+    rows.mul_(scale).add_(shift)
+    return x

@@ -103,7 +103,7 @@ class MemoryLoader:
         device: torch.device | str = "cpu",
     ) -> None:
         self.shares = Shares(len(data), batch_size, training, seed, rank, world)
-        self.images = torch.from_numpy(data.images).to(device)
+        self.images = torch.from_numpy(data.images).to(device, memory_format=torch.channels_last)
         self.labels = torch.from_numpy(data.labels).to(device)
         self.padding, self.flip = padding, flip
         self.pixels: Pixels = pixels
@@ -118,12 +118,12 @@ class MemoryLoader:
         device, moves = self.images.device, None
         if self.shares.training and (self.padding or self.flip):
             source = generator(self.shares.seed, epoch, _MOVES)
-            moves = draw_moves(len(self.labels), self.padding, self.flip, source).to(device)
+            moves = draw_moves(len(self.labels), self.padding, self.flip, source)
         for batch in self.shares.batches(epoch, start):
             index = batch.to(device)
             images = self.images[index]
             if moves is not None:
-                images = crop_and_flip(images, moves.of(index), self.padding)
+                images = crop_and_flip(images, moves.of(batch), self.padding)
             yield self._floats(images), self.labels[index]
 
     def _floats(self, images: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 >>> model = create_model("wide_resnet", norm="balnorm", depth=8, width=16)
 >>> sum(parameter.numel() for parameter in model.parameters())
-79610
+78042
 """
 
 from __future__ import annotations
