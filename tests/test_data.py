@@ -300,7 +300,7 @@ def test_pixels():
 
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 4), st.booleans(), st.integers(0, 3))
 def test_processes_share_an_epoch_without_overlap(images, batch_size, world, training, epoch):
-    if batch_size > (images // world if training else images) or (training and images < world):
+    if training and batch_size > images // world:
         with pytest.raises(ValueError, match="batch_size must be from 1 to"):
             Shares(images, batch_size, training, 0, 0, world)
         return
@@ -476,6 +476,57 @@ def test_folders_take_limits_and_say_what_is_missing(folder):
         path.unlink()
     with pytest.raises(DataError, match=r"has no images: their names should end in .bmp, "):
         ImageFolder.scan(folder, "train")
+
+
+def test_deep_pixels_are_scaled_or_refused(folder):
+    """Sixteen bits became all white, and floats all black."""
+    ramp = np.arange(64)[:, None] * np.ones((1, 64))
+    Image.fromarray((ramp * 1000).astype(np.uint16)).save(folder / "val" / "red" / "0.png")
+    data = ImageFolder.scan(folder, "test")
+    images, labels = next(FolderLoader(data, 100, training=False, size=32, workers=0).epoch(0))
+    deep = images[labels == 2][-1 if len(data) > 9 else 0]
+    assert deep.std() > 0.05
+    Image.fromarray(ramp.astype(np.float32)).save(folder / "val" / "red" / "1.tif")
+    with pytest.raises(DataError, match=r"1.tif cannot be decoded .pixels of mode F have no known range"):
+        list(FolderLoader(ImageFolder.scan(folder, "test"), 100, training=False, workers=0).epoch(0))
+
+
+def test_hidden_files_are_no_classes_and_no_images(folder):
+    (folder / "train" / ".ipynb_checkpoints").mkdir()
+    (folder / "train" / "blue" / "._1.png").write_bytes(b"")
+    (folder / "train" / "blue" / "folder.png").mkdir()
+    data = ImageFolder.scan(folder, "train")
+    assert data.classes == ("blue", "green", "red")
+    assert len(data) == 24
+
+
+def test_a_batch_without_any_good_image_ends_training(folder):
+    for path in (folder / "train").rglob("*.*"):
+        path.write_bytes(b"nothing")
+    data = ImageFolder.scan(folder, "train")
+    with pytest.raises(DataError, match="all 4 images of a batch cannot be decoded"):
+        list(FolderLoader(data, 4, training=True, workers=0, skip_corrupt=True).epoch(0))
+
+
+def test_folder_loaders_leave_the_random_state_alone(folder):
+    state = torch.get_rng_state()
+    list(FolderLoader(ImageFolder.scan(folder, "train"), 4, training=True, size=8, workers=0).epoch(0))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("options", [{"seed": -1}, {"epoch": -1}, {"start": -1}])
+def test_negative_numbers_are_refused(options):
+    def batches(seed=0, **where):
+        return list(memory_loader(seed=seed).epoch(**where))
+
+    with pytest.raises(ValueError, match="must not be negative"):
+        batches(**options)
+
+
+def test_a_constant_channel_is_no_division_by_zero():
+    data = Images(np.full((4, 1, 2, 2), 7, np.uint8), np.zeros(4, np.int64), ("a",))
+    loader = MemoryLoader(data, 4, training=False, pixels="standardized", statistics=channel_statistics(data.images))
+    assert next(loader.epoch())[0].abs().max() < 1e-5
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="Tiny-ImageNet is not here")

@@ -1,5 +1,6 @@
 """Downloads, against a server on this machine that can send ranges, break off, and lie."""
 
+import concurrent.futures
 import hashlib
 import http.server
 import threading
@@ -100,9 +101,31 @@ def test_a_wrong_file_does_not_get_in_place(server, tmp_path):
     with pytest.raises(DataError, match="404"):
         fetch(file_at(f"{server}/gone"), tmp_path, quiet)
     (tmp_path / "set" / "file.bin").write_bytes(b"mine")
-    with pytest.raises(DataError, match="delete it or move it away"):
+    with pytest.raises(DataError, match="delete or move it"):
         fetch(file_at(f"{server}/a"), tmp_path, quiet)
     assert (tmp_path / "set" / "file.bin").read_bytes() == b"mine"
+
+
+def test_two_at_a_time_fetch_it_once(server, tmp_path):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        done = [pool.submit(fetch, file_at(f"{server}/a"), tmp_path, quiet) for _ in range(4)]
+    assert {future.result().read_bytes() for future in done} == {CONTENTS}
+    assert [p.name for p in (tmp_path / "set").iterdir()] == ["file.bin"]
+
+
+def test_a_root_that_cannot_be_used_gives_one_sentence(server, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(DataError, match="could not fetch"):
+        fetch(file_at(f"{server}/a"), tmp_path / "file", quiet)
+
+
+def test_what_is_unpacked_is_not_fetched_again(tmp_path):
+    file = sources.DataFile("http://127.0.0.1:9/x", "set.tar", "", ("set/a.bin", "set/b.bin"))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.bin").touch()
+    (tmp_path / "set" / "b.bin.xz").touch()
+    fetch(file, tmp_path, quiet)
+    assert not (tmp_path / "set.tar").exists()
 
 
 def test_no_server_gives_one_sentence(tmp_path):

@@ -1,5 +1,8 @@
 """Mixup and manifold mixup: mixing at a point equals mixing there by hand."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,6 +88,18 @@ def test_a_compiled_model_mixes(model):
                 assert torch.allclose(mixed, model(x), atol=1e-6)
             assert not torch.allclose(mixed, plain, atol=1e-3)
     assert torch.equal(compiled(x), plain)
+
+
+def test_copies_pickles_and_keywords(model):
+    """A copy was mixed at some points and not at others, and a model with hooks could not be saved."""
+    mixup = Mixup(model, 6.0, model.mix_points)
+    x, copied = torch.rand(4, 3, 8, 8), copy.deepcopy(model)
+    pickle.loads(pickle.dumps(model))
+    for point in model.mix_points:
+        with mixup.active(Blend(torch.tensor(0.3), torch.tensor([1, 0, 3, 2]), point)):
+            mixed = model(x)
+            assert torch.equal(copied(x), mixed)
+            assert torch.equal(model(x=x), mixed)
 
 
 def test_losses():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from balnorm import BalNormConv2d
 from balnorm.models import create_model
@@ -97,6 +98,7 @@ def test_standardised_weights():
 
 def test_mean_only_batch_norm_is_the_additive_half():
     norm = MeanOnlyBatchNorm2d(3, momentum=0.5)
+    norm.num_batches_tracked.fill_(10)
     nn.init.normal_(norm.bias)
     x = torch.rand(4, 3, 5, 5)
     centred = x - x.mean((0, 2, 3), keepdim=True)
@@ -132,6 +134,7 @@ def test_batch_renormalisation_is_the_papers(progress):
     nn.init.normal_(norm.bias)
     norm.running_mean.uniform_(-1, 1)
     norm.running_std.uniform_(0.5, 2)
+    norm.num_batches_tracked.fill_(1000)
     set_progress(nn.Sequential(norm), progress)
     x = torch.randn(4, 3, 5, 5, requires_grad=True)
     expected = renormalised(norm, x)
@@ -144,6 +147,7 @@ def test_batch_renormalisation_is_the_papers(progress):
     mean, std = x.mean((0, 2, 3)), (x.var((0, 2, 3), correction=0) + norm.eps).sqrt()
     assert torch.allclose(norm.running_mean, torch.lerp(before[0], mean, 0.01).detach())
     assert torch.allclose(norm.running_std, torch.lerp(before[1], std, 0.01).detach())
+    assert norm.num_batches_tracked == 1001
 
 
 def test_the_limits_of_renormalisation_open_with_training():
@@ -177,7 +181,44 @@ def test_statistics_stay_in_float32():
             y = norm(x)
         assert norm.running_mean.dtype == torch.float32
         assert y.isfinite().all()
-        assert torch.allclose(norm.running_mean, torch.full((3,), 300.0 * norm.momentum))
+        assert torch.allclose(norm.running_mean, torch.full((3,), 300.0))
+
+
+@pytest.mark.parametrize("kind", [BatchRenorm2d, MeanOnlyBatchNorm2d])
+def test_running_statistics_cannot_be_ruined(kind):
+    norm = kind(3)
+    good = torch.rand(4, 3, 8, 8)
+    norm(good)
+    before = {name: value.clone() for name, value in norm.named_buffers()}
+    bad = good.clone()
+    bad[0] = torch.inf
+    norm(bad)
+    assert norm(good[:0]).shape == (0, 3, 8, 8)
+    assert all(torch.equal(value, before[name]) for name, value in norm.named_buffers())
+    checkpoint(norm, good.requires_grad_(), use_reentrant=False).sum().backward()
+    assert norm.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in NORMS if name != "lrn"])  # torch has no lrn in half on the CPU
+def test_norms_in_other_precisions(name, dtype):
+    model = create_model("wide_resnet", name, depth=8, width=8).to(dtype)
+    out = model(torch.rand(4, 3, 8, 8, dtype=dtype))
+    out.sum().backward()
+    assert out.dtype == dtype
+    assert out.isfinite().all()
+    assert model.eval()(torch.rand(4, 3, 8, 8, dtype=dtype)).dtype == dtype
+    renorms = [module for module in model.modules() if isinstance(module, BatchRenorm2d | MeanOnlyBatchNorm2d)]
+    assert all(module.running_mean.dtype in (torch.float32, torch.float64) for module in renorms)
+
+
+def test_renormalisation_starts_from_the_first_batch():
+    """Its moving average of 0.01 a step kept the initial 0 and 1 for hundreds of steps, and pulled outputs there."""
+    norm = BatchRenorm2d(3)
+    x = torch.randn(8, 3, 4, 4) * 5 + 3
+    norm(x)
+    assert torch.allclose(norm.running_mean, x.mean((0, 2, 3)), atol=1e-5)
+    assert torch.allclose(norm.eval()(x).std(), torch.tensor(1.0), atol=0.05)
 
 
 def test_unknown_names_are_refused():

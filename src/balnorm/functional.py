@@ -328,7 +328,7 @@ def _balanced(
             y = geometry.convolve(x, saturate(effective, compute_dtype), low_bias)
         else:
             y, m = fused_conv(x, weight, bias, gain, m, Plan(geometry, mass, one_pass, stats_fraction))
-        if training and running_mass is not None and not _recomputing():
+        if training and running_mass is not None and not recomputing():
             update_running_mass(running_mass, num_batches_tracked, m, momentum)
     return y.squeeze(0) if unbatched else y
 
@@ -366,6 +366,6 @@ def check_statistics(mass: str, stats_fraction: float) -> None:
         raise ValueError(f"stats_fraction must be above 0 and at most 1, got {stats_fraction!r}")
 
 
-def _recomputing() -> bool:
+def recomputing() -> bool:
     """Whether this forward runs inside a backward: activation checkpointing repeats it, and it is counted already."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
+from balnorm.functional import recomputing
 from balnorm.layers import BalNormConv2d
 
 __all__ = ["NORMS", "BatchRenorm2d", "MeanOnlyBatchNorm2d", "Normalization", "get_norm", "set_progress"]
@@ -96,9 +97,9 @@ class _Standardize(nn.Module):
     """Weights of mean 0 and variance 1 in each output channel."""
 
     def forward(self, weight: Tensor) -> Tensor:
-        flat = weight.flatten(1)
-        std, mean = torch.std_mean(flat, dim=1, keepdim=True)
-        return ((flat - mean) / (std + 1e-5)).view_as(weight)
+        several = weight[0].numel() > 1
+        std, mean = torch.std_mean(weight, dim=(1, 2, 3), correction=int(several), keepdim=True)
+        return (weight - mean) / (std + 1e-5)
 
 
 def _weight_standardized(*args: Any, **kwargs: Any) -> nn.Module:
@@ -135,10 +136,42 @@ def _local_response_norm(_: int) -> nn.Module:
     return nn.LocalResponseNorm(size=5, alpha=5 * 1e-4, beta=0.75, k=2.0)
 
 
-class MeanOnlyBatchNorm2d(nn.Module):
+class _RunningNorm(nn.Module):
+    """What the two norms below share: running statistics in float32 at least, that nothing can ruin.
+
+    A batch that is empty or not finite changes nothing, nor does a forward pass that activation checkpointing repeats.
+    The first batch is copied and the next are averaged, until that becomes the moving average of ``momentum``: in a
+    run of a few hundred steps a plain moving average would keep its initial values for most of it.
+    """
+
+    momentum: float
+    num_batches_tracked: Tensor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = getattr(self, name)
+            if new.is_floating_point() and torch.finfo(new.dtype).bits < 32:
+                setattr(self, name, old.to(new.device))
+        return self
+
+    def _track(self, *updates: tuple[Tensor, Tensor]) -> None:
+        """Take the statistics of a batch into the running ones, without waiting for the device."""
+        if recomputing():
+            return
+        finite = torch.stack([values.isfinite().all() for _, values in updates]).all()
+        self.num_batches_tracked.add_(finite)
+        rate = self.num_batches_tracked.clamp(min=1).to(torch.float32).reciprocal().clamp(min=self.momentum)
+        for running, values in updates:
+            moved = torch.lerp(running, values.to(running.dtype), rate.to(running.dtype))
+            running.copy_(torch.where(finite, moved, running))
+
+
+class MeanOnlyBatchNorm2d(_RunningNorm):
     """Subtract each channel's mean over the batch and add a learned shift: the additive half of BatchNorm.
 
-    In eval mode the mean is the running one, updated as in :class:`torch.nn.BatchNorm2d`.
+    In eval mode the mean is the running one, which moves by ``max(momentum, 1 / num_batches_tracked)`` at each batch.
 
     Example:
         >>> y = MeanOnlyBatchNorm2d(3)(torch.rand(8, 3, 4, 4))
@@ -153,19 +186,21 @@ class MeanOnlyBatchNorm2d(nn.Module):
         self.num_features, self.momentum = num_features, momentum
         self.bias = nn.Parameter(torch.zeros(num_features))
         self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long))
 
     def forward(self, input: Tensor) -> Tensor:
-        mean = self.running_mean
-        if self.training:
-            mean = input.mean((0, 2, 3), dtype=torch.float32)
-            self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), self.momentum)
+        mean = self.running_mean.clone()
+        if self.training and input.numel():
+            mean = input.mean((0, 2, 3), dtype=torch.promote_types(input.dtype, torch.float32))
+            with torch.no_grad():
+                self._track((self.running_mean, mean))
         return input + (self.bias - mean).view(1, -1, 1, 1).to(input.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, momentum={self.momentum}"
 
 
-class BatchRenorm2d(nn.Module):
+class BatchRenorm2d(_RunningNorm):
     r"""Batch renormalisation: normalise by the batch, then correct towards the running statistics, within limits.
 
     .. math::
@@ -174,8 +209,9 @@ class BatchRenorm2d(nn.Module):
         d = \mathrm{clip}\left(\frac{\mu_B - \mu}{\sigma}, -d_{max}, d_{max}\right)
 
     r and d are constants for the gradient. Their limits open as training proceeds, see :meth:`limits`; whoever trains
-    tells how far it is with :func:`set_progress`. The running mean and standard deviation move by ``momentum`` each
-    step, in float32 whatever the input is. In eval mode they normalise.
+    tells how far it is with :func:`set_progress`. The running mean and standard deviation move by
+    ``max(momentum, 1 / num_batches_tracked)`` at each batch, in float32 whatever the input is. In eval mode they
+    normalise. Under activation checkpointing the repeated forward pass takes r and d from the statistics of then.
 
     S. Ioffe, `Batch Renormalization <https://arxiv.org/abs/1702.03275>`_.
     """
@@ -192,6 +228,7 @@ class BatchRenorm2d(nn.Module):
         self.register_buffer("running_mean", torch.zeros(num_features, dtype=torch.float32))
         self.register_buffer("running_std", torch.ones(num_features, dtype=torch.float32))
         self.register_buffer("progress", torch.zeros((), dtype=torch.float32))
+        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long))
 
     def limits(self) -> tuple[Tensor, Tensor]:
         """r_max and d_max at this point of training.
@@ -205,21 +242,21 @@ class BatchRenorm2d(nn.Module):
         return r_max, d_max
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            variance = self.running_std.square()
-            return F.batch_norm(input, self.running_mean, variance, self.weight, self.bias, training=False, eps=0.0)
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        if not self.training or not input.numel():
+            scale = self.weight / self.running_std.to(dtype)
+            shift = self.bias - self.running_mean.to(dtype) * scale
+            return (input * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)).to(input.dtype)
         with torch.no_grad():
-            variance, mean = torch.var_mean(input.float(), (0, 2, 3), correction=0)
+            variance, mean = torch.var_mean(input.to(dtype), (0, 2, 3), correction=0)
             std = (variance + self.eps).sqrt()
             r_max, d_max = self.limits()
             r = (std / self.running_std).clamp(1.0 / r_max, r_max)
             d = ((mean - self.running_mean) / self.running_std).clamp(-d_max, d_max)
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_std.lerp_(std, self.momentum)
+            self._track((self.running_mean, mean), (self.running_std, std))
         # (x - mu_B) / sigma_B is torch's own batch norm, with all of its gradient; r and d join its scale and shift.
-        return F.batch_norm(
-            input, None, None, self.weight * r, self.weight * d + self.bias, training=True, eps=self.eps
-        )
+        scale, shift = (values.to(self.weight.dtype) for values in (self.weight * r, self.weight * d + self.bias))
+        return F.batch_norm(input, None, None, scale, shift, training=True, eps=self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}"

@@ -87,6 +87,7 @@ def to_float(images: Tensor, pixels: Pixels, statistics: ChannelStatistics | Non
     if statistics is None:
         raise ValueError("standardized pixels need the data set's mean and standard deviation: statistics=(mean, std)")
     mean, std = (torch.as_tensor(values, dtype=torch.float64) for values in statistics)
+    std = torch.where(std > 0, std, 1.0)  # a channel that never changes
     # A row of pixels at a time: long enough for vector instructions, which three channels are not.
     rows = x.permute(0, 2, 3, 1).flatten(2)
     scale, shift = ((values.repeat(x.shape[3])).to(x) for values in (1 / (255 * std), -mean / std))

@@ -6,7 +6,8 @@ import hashlib
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 
@@ -33,33 +34,66 @@ def download(name: str, root: str | Path, progress: Progress | None = None) -> l
 
 
 def check(name: str, root: str | Path) -> dict[str, str]:
-    """For every file of a data set: ``"good"``, ``"missing"`` or ``"damaged"``."""
+    """For every file of a data set: ``"good"``, ``"missing"``, ``"damaged"``, or ``"unpacked"`` for an archive."""
     state = {}
     for file in _files(name):
         path = Path(root) / file.path
-        state[file.path] = "missing" if not path.is_file() else "good" if _md5(path) == file.md5 else "damaged"
+        if path.is_file():
+            state[file.path] = "good" if _md5(path) == file.md5 else "damaged"
+        else:
+            state[file.path] = "unpacked" if _is_unpacked(file, Path(root)) else "missing"
     return state
 
 
 def fetch(file: DataFile, root: Path, progress: Progress) -> Path:
-    """One file. What has been fetched is kept in ``<name>.part`` until it is complete, so a broken transfer goes on."""
+    """One file. What has been fetched is kept in ``<name>.part`` until it is complete, so a broken transfer goes on.
+
+    Several processes may ask for the same file: one fetches it, the others wait.
+    """
     target = root / file.path
-    if target.is_file():
-        if _md5(target) == file.md5:
-            return target
-        raise DataError(f"{target} is there and is not the published file (its MD5 differs): delete it or move it away")
-    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     try:
-        _transfer(file, part, progress)
-    except (urllib.error.URLError, HTTPException, OSError) as error:
+        if not target.is_file() and _is_unpacked(file, root):
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(target.with_name(target.name + ".lock")):
+            if target.is_file():
+                if _md5(target) == file.md5:
+                    return target
+                raise DataError(f"{target} is there and is not the published file (its MD5 differs): delete or move it")
+            _transfer(file, part, progress)
+            if _md5(part) != file.md5:
+                part.unlink()
+                raise DataError(
+                    f"what {file.url} sent is not the published file (its MD5 differs), and was deleted: try again"
+                )
+            os.replace(part, target)
+    except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
         kept = f", {part.stat().st_size:,} bytes are kept" if part.is_file() else ""
         raise DataError(f"could not fetch {file.url} ({error}){kept}: the same command goes on from there") from error
-    if _md5(part) != file.md5:
-        part.unlink()
-        raise DataError(f"what {file.url} sent is not the published file (its MD5 differs), and was deleted: try again")
-    os.replace(part, target)
     return target
+
+
+def _is_unpacked(file: DataFile, root: Path) -> bool:
+    """Whether all that is in an archive is there already, as it is or packed one by one."""
+    members = [root / member for member in file.members]
+    return bool(members) and all(m.is_file() or m.with_name(m.name + ".xz").is_file() for m in members)
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Wait for other processes that hold the lock, where the system can do so."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def _transfer(file: DataFile, part: Path, progress: Progress) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,25 +50,18 @@ class ImageFolder:
         """
         root = Path(root)
         folders = {name: _split_folder(root, name) for name in ("train", split)}
-        classes = tuple(sorted(folder.name for folder in folders["train"].iterdir() if folder.is_dir()))
-        if not classes:
-            raise DataError(f"{folders['train']} has no folders: put the images of each class into one of its own")
-        unknown = sorted({path.name for path in folders[split].iterdir() if path.is_dir()} - set(classes))
-        if unknown:
+        found = {name: _class_folders(folder) for name, folder in folders.items()}
+        classes = tuple(found["train"])
+        if unknown := sorted(set(found[split]) - set(classes)):
             raise DataError(
                 f"{folders[split]} has classes that are not in {folders['train']}: {', '.join(unknown[:5])}"
             )
         paths: list[Path] = []
         labels: list[int] = []
         for label, name in enumerate(classes):
-            folder = folders[split] / name
-            found = (
-                sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
-                if folder.is_dir()
-                else []
-            )
-            paths += found
-            labels += [label] * len(found)
+            images = _images_in(folders[split] / name)
+            paths += images
+            labels += [label] * len(images)
         if not paths:
             raise DataError(f"{folders[split]} has no images: their names should end in {', '.join(sorted(_SUFFIXES))}")
         everything = ImageFolder(tuple(paths), np.array(labels, dtype=np.int64), classes)
@@ -81,6 +76,26 @@ def _split_folder(root: Path, split: str) -> Path:
         if (root / name).is_dir():
             return root / name
     raise DataError(f"{root} has no folder {' or '.join(_SPLITS[split])}, with a folder for each class inside")
+
+
+def _class_folders(folder: Path) -> list[str]:
+    """The names of the folders inside, in order; hidden ones are somebody else's."""
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError as error:
+        raise DataError(f"{folder} cannot be read ({error.strerror}): check its permissions") from error
+    if not names:
+        raise DataError(f"{folder} has no folders: put the images of each class into one of its own, named as in train")
+    return names
+
+
+def _images_in(folder: Path) -> list[Path]:
+    if not folder.exists():
+        return []
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise DataError(f"{folder} cannot be read: check its permissions")
+    candidates = (path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
+    return sorted(path for path in candidates if path.is_file() and not path.name.startswith("."))
 
 
 class FolderLoader:
@@ -118,6 +133,7 @@ class FolderLoader:
         self.data, self.size, self.flip, self.workers = data, size, flip, workers
         self.pixels: Pixels = pixels
         self.statistics, self.device, self.skip_corrupt = statistics, device, skip_corrupt
+        to_float(torch.zeros(1, 3, 1, 1, dtype=torch.uint8), pixels, statistics)  # bad options fail now
         self.skipped: dict[Path, str] = {}
         """Files that could not be decoded, and why."""
 
@@ -126,6 +142,8 @@ class FolderLoader:
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of an epoch, from number ``start`` on."""
+        if epoch < 0 or start < 0:
+            raise ValueError(f"epoch and start must not be negative, got {epoch} and {start}")
         decoder = _Decoder(self.data, self.size, self.shares.training, self.flip, (self.shares.seed, epoch))
         on_gpu = torch.device(self.device).type == "cuda"
         batches = DataLoader(
@@ -134,12 +152,15 @@ class FolderLoader:
             num_workers=self.workers,
             collate_fn=_collate,
             pin_memory=on_gpu,
+            generator=torch.Generator(),  # else it draws from the global one
         )
         for images, labels, errors in batches:
             for path, error in errors:
                 if not self.skip_corrupt:
                     raise DataError(f"{path} cannot be decoded ({error}): remove it, or ask for skip_corrupt=True")
                 self.skipped[path] = error
+            if not len(labels) and self.shares.training:
+                raise DataError(f"all {len(errors)} images of a batch cannot be decoded, {errors[0][0]} among them")
             if len(labels):
                 pixels = images.to(self.device, non_blocking=on_gpu)
                 yield to_float(pixels, self.pixels, self.statistics), labels.to(self.device, non_blocking=on_gpu)
@@ -162,10 +183,11 @@ class _Decoder(Dataset[_Item]):
         from PIL import Image
 
         path, label = self.data.paths[index], int(self.data.labels[index])
+        random = np.random.default_rng([*self.key, index])
         try:
             with Image.open(path) as image:
                 # JPEG can be decoded at a half, a quarter or an eighth of its size for much less work.
-                box = self._box(*image.size, np.random.default_rng([*self.key, index]))
+                box = self._box(*image.size, random)
                 scale = min(box[2] - box[0], box[3] - box[1]) / self.size
                 before = image.size
                 if scale >= 2:
@@ -173,11 +195,11 @@ class _Decoder(Dataset[_Item]):
                 shrunk = image.size[0] / before[0], image.size[1] / before[1]
                 scaled = (box[0] * shrunk[0], box[1] * shrunk[1], box[2] * shrunk[0], box[3] * shrunk[1])
                 pixels = np.asarray(
-                    image.convert("RGB").resize((self.size, self.size), Image.Resampling.BILINEAR, box=scaled)
+                    _as_rgb(image).resize((self.size, self.size), Image.Resampling.BILINEAR, box=scaled)
                 )
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             return None, label, (path, str(error).splitlines()[0] if str(error) else type(error).__name__)
-        if self.training and self.flip and np.random.default_rng([*self.key, index, 1]).random() < 0.5:
+        if self.training and self.flip and random.random() < 0.5:
             pixels = pixels[:, ::-1]
         return torch.from_numpy(pixels.copy()).permute(2, 0, 1), label, None
 
@@ -194,6 +216,17 @@ class _Decoder(Dataset[_Item]):
         side = min(width, height) * (1.0 if self.training else 224 / 256)
         left, top = (width - side) / 2, (height - side) / 2
         return left, top, left + side, top + side
+
+
+def _as_rgb(image: Any) -> Any:
+    """Three channels of bytes; sixteen bits are scaled down, which Pillow would cut off."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} have no known range")
+    return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
 
 
 def _collate(items: list[_Item]) -> tuple[Tensor, Tensor, list[tuple[Path, str]]]:

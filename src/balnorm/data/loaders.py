@@ -35,8 +35,12 @@ class Shares:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:
             raise ValueError(f"rank must be from 0 to {self.world - 1}, got {self.rank}")
-        most = self.images // self.world if self.training else self.images
-        if not 1 <= self.batch_size <= max(1, most) or most == 0:
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        most = self.images // self.world
+        if self.training and self.batch_size > most:
             raise ValueError(f"batch_size must be from 1 to {most} for {self.images} images, got {self.batch_size}")
 
     def __len__(self) -> int:
@@ -115,6 +119,8 @@ class MemoryLoader:
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of an epoch, from number ``start`` on: a resumed run need not make those before."""
+        if epoch < 0 or start < 0:
+            raise ValueError(f"epoch and start must not be negative, got {epoch} and {start}")
         device, moves = self.images.device, None
         if self.shares.training and (self.padding or self.flip):
             source = generator(self.shares.seed, epoch, _MOVES)

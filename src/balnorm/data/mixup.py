@@ -77,9 +77,12 @@ class Mixup:
         self._handles: list[Any] = []
         for point in self.points:
             if point == "input":
-                self._handles.append(model.register_forward_pre_hook(self._mix_input))
+                self._handles.append(model.register_forward_pre_hook(_MixInput(self), with_kwargs=True))
             else:
-                self._handles.append(modules[point].register_forward_hook(self._mixer(point)))
+                self._handles.append(modules[point].register_forward_hook(_MixOutput(self, point)))
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Mixup:
+        return self  # a copy of the model is mixed along with it
 
     def draw(self, batch_size: int, source: torch.Generator, device: torch.device | str = "cpu") -> Blend:
         """How to mix a batch. All of it comes from ``source``, on the CPU: the same on every device."""
@@ -90,7 +93,7 @@ class Mixup:
 
     @contextmanager
     def active(self, blend: Blend) -> Iterator[None]:
-        """Mix in every forward pass inside."""
+        """Mix in every forward pass inside. With activation checkpointing, call ``backward()`` inside as well."""
         if blend.point not in self.points:
             raise ValueError(f"this Mixup mixes at {', '.join(self.points)}, got {blend.point!r}")
         self._blend = blend
@@ -104,18 +107,37 @@ class Mixup:
         for handle in self._handles:
             handle.remove()
 
-    def _mix_input(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if self._blend is None or self._blend.point != "input":
+    def at(self, point: str) -> Blend | None:
+        """How to mix at a point just now."""
+        return self._blend if self._blend is not None and self._blend.point == point else None
+
+
+@dataclass
+class _MixInput:
+    """A hook that mixes the first argument of a model."""
+
+    mixup: Mixup
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        blend = self.mixup.at("input")
+        if blend is None:
             return None
-        return (self._blend.mix(args[0]), *args[1:])
+        if args:
+            return (blend.mix(args[0]), *args[1:]), kwargs
+        name, value = next(iter(kwargs.items()))
+        return args, {**kwargs, name: blend.mix(value)}
 
-    def _mixer(self, point: str) -> Any:
-        def mix_output(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor | None:
-            if self._blend is None or self._blend.point != point:
-                return None
-            return self._blend.mix(output)
 
-        return mix_output
+@dataclass
+class _MixOutput:
+    """A hook that mixes the output of a module."""
+
+    mixup: Mixup
+    point: str
+
+    def __call__(self, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        blend = self.mixup.at(self.point)
+        return None if blend is None else blend.mix(output)
 
 
 def soft_cross_entropy(scores: Tensor, targets: Tensor, loss: Loss = "cross_entropy") -> Tensor:

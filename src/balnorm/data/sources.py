@@ -49,11 +49,12 @@ class Images:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file to download: where from, what to call it, and its published MD5."""
+    """A file to download: where from, what to call it, its published MD5, and what is in it, if it is an archive."""
 
     url: str
     path: str
     md5: str
+    members: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ def stratified(
         raise DataError(f"limit must be at least 1, got {limit}")
     if fraction is not None and not 0.0 < fraction <= 1.0:
         raise DataError(f"fraction must be above 0 and at most 1, got {fraction}")
+    if seed < 0:
+        raise DataError(f"seed must not be negative, got {seed}")
     total = len(labels)
     wanted = total if fraction is None else max(1, round(fraction * total))
     wanted = min(wanted, total if limit is None else limit)
@@ -137,9 +140,10 @@ def stratified(
 def channel_statistics(images: NDArray[np.uint8]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Mean and standard deviation of each channel of pixels in [0, 1], exact: from a histogram."""
     values = np.arange(256) / 255
-    counts = np.stack(
-        [np.bincount(images[:, channel].reshape(-1), minlength=256) for channel in range(images.shape[1])]
-    )
+    counts = np.zeros((images.shape[1], 256))
+    for start in range(0, len(images), 4096):  # counting makes a copy of eight times the size
+        for channel in range(len(counts)):
+            counts[channel] += np.bincount(images[start : start + 4096, channel].reshape(-1), minlength=256)
     shares = counts / counts.sum(1, keepdims=True)
     mean = shares @ values
     return mean, np.sqrt(shares @ values**2 - mean**2)
@@ -171,10 +175,17 @@ def _check_md5(data: bytes, md5: str | None, path: Path | str) -> bytes:
     return data
 
 
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
+
+
 def _decompressed(path: Path) -> bytes:
     """The contents of a file, unpacked if its name ends in .gz or .xz."""
+    data = _read(path)
     try:
-        data = path.read_bytes()
         if path.suffix == ".gz":
             return gzip.decompress(data)
         if path.suffix == ".xz":
@@ -186,7 +197,7 @@ def _decompressed(path: Path) -> bytes:
 
 def _members(archive: Path, md5: str, wanted: Iterable[str]) -> list[bytes]:
     """Files of a tar archive, straight from it: nothing is written."""
-    data = _check_md5(archive.read_bytes(), md5, archive)
+    data = _check_md5(_read(archive), md5, archive)
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
             return [tar.extractfile(name).read() for name in wanted]  # type: ignore[union-attr]
@@ -207,8 +218,8 @@ def _read_cifar(root: Path, split: Split, name: str) -> Images:
     folder, archive, label_bytes, parts, classes = _CIFAR[name]
     data: list[bytes] = []
     archive_path = root / archive.path
-    plain = [root / folder / f"{part}.bin" for part in parts[split]]
-    if archive_path.is_file() and not plain[0].is_file():
+    unpacked = any((root / folder / f"{part}.bin{suffix}").is_file() for part in parts[split] for suffix in ("", ".xz"))
+    if archive_path.is_file() and not unpacked:
         data = _members(archive_path, archive.md5, [f"{folder}/{part}.bin" for part in parts[split]])
     else:
         for part, md5 in parts[split].items():
@@ -234,10 +245,10 @@ def _read_svhn(root: Path, split: Split) -> Images:
     images, labels = [], []
     for file in _SVHN if split == "train" else _SVHN_TEST:
         path = _find(root, "svhn", file.path)
-        _check_md5(path.read_bytes(), file.md5, path)
+        contents = _check_md5(_read(path), file.md5, path)
         try:
-            contents = loadmat(path, variable_names=["X", "y"])
-            pixels, digits = contents["X"], contents["y"].reshape(-1)
+            arrays = loadmat(io.BytesIO(contents), variable_names=["X", "y"])
+            pixels, digits = arrays["X"], arrays["y"].reshape(-1)
         except Exception as error:  # scipy's parser meets whatever is in the file, and raises whatever it likes
             raise _damaged(path, str(error)) from error
         if pixels.shape[:3] != (32, 32, 3) or pixels.dtype != np.uint8:
@@ -255,7 +266,7 @@ def _read_idx(root: Path, split: Split, name: str) -> Images:
         file = f"{name}/{stem}-{kind}-ubyte"
         path = _find(root, name, f"{file}.gz", file)
         if path.suffix == ".gz":
-            _check_md5(path.read_bytes(), next(f.md5 for f in _IDX[name] if f.path == f"{file}.gz"), path)
+            _check_md5(_read(path), next(f.md5 for f in _IDX[name] if f.path == f"{file}.gz"), path)
         data = _decompressed(path)
         header = 4 + 4 * axes
         if len(data) < header or data[:4] != bytes([0, 0, 8, axes]):
@@ -293,7 +304,14 @@ _STANFORD = "http://ufldl.stanford.edu/housenumbers"
 _CIFAR: dict[str, tuple[str, DataFile, int, dict[Split, dict[str, str | None]], tuple[str, ...]]] = {
     "cifar10": (
         "cifar-10-batches-bin",
-        DataFile(f"{_TORONTO}/cifar-10-binary.tar.gz", "cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"),
+        DataFile(
+            f"{_TORONTO}/cifar-10-binary.tar.gz",
+            "cifar-10-binary.tar.gz",
+            "c32a1d4ab5d03f1284b67883e8d87530",
+            tuple(
+                f"cifar-10-batches-bin/{part}.bin" for part in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+            ),
+        ),
         1,
         {
             "train": {
@@ -309,7 +327,12 @@ _CIFAR: dict[str, tuple[str, DataFile, int, dict[Split, dict[str, str | None]], 
     ),
     "cifar100": (
         "cifar-100-binary",
-        DataFile(f"{_TORONTO}/cifar-100-binary.tar.gz", "cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8"),
+        DataFile(
+            f"{_TORONTO}/cifar-100-binary.tar.gz",
+            "cifar-100-binary.tar.gz",
+            "03b5dce01913d631647c71ecec9e9cb8",
+            ("cifar-100-binary/train.bin", "cifar-100-binary/test.bin"),
+        ),
         2,
         {"train": {"train": None}, "test": {"test": None}},
         tuple(f"class {label}" for label in range(100)),
