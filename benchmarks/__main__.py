@@ -6,13 +6,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import datetime as dt
+import functools
 import itertools
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,6 +29,8 @@ from torch import nn
 from balnorm import BalNormConv2d
 from balnorm.data import Images, MemoryLoader, channel_statistics
 from balnorm.norms import NORMS
+from balnorm.recipes import get_recipe
+from balnorm.training import trainer
 from benchmarks.measure import interleaved, peak_memory_of_step, ratio, saved_bytes, training_step
 from benchmarks.networks import METHODS, NETWORKS
 from benchmarks.zoo import TIMM, TORCHVISION, build, import_timm, trial
@@ -343,6 +353,49 @@ def per_image_loader(data: Images, channels: Any, workers: int) -> Iterable[obje
     return torch.utils.data.DataLoader(PerImage(), 128, shuffle=True, num_workers=workers, drop_last=True)
 
 
+def training(rounds: int) -> Iterable[str]:
+    """What the trainer adds to forward, backward and step; and how long importing and help take."""
+    random = np.random.default_rng(0)
+    data = Images(random.integers(0, 256, (5_000, 3, 32, 32), np.uint8), random.integers(0, 10, 5_000), ("",) * 10)
+    spent = {"step": 0.0, "evaluate": 0.0}
+
+    def timed(name: str) -> Callable[..., Any]:
+        function = getattr(trainer.Trainer, name)
+
+        def run(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args)
+            spent[name] += time.perf_counter() - start
+            return result
+
+        return run
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(trainer, "load", lambda *_, limit, **__: data[np.arange(limit)]))
+        for name in spent:
+            patches.enter_context(mock.patch.object(trainer.Trainer, name, timed(name)))
+        recipe = dataclasses.replace(get_recipe("cifar10-desk"), epochs=3)
+        records = trainer.train(recipe, folder + "/run", show=False)
+    total = sum(record["seconds"] for record in records)
+    rest = total - sum(spent.values())
+    yield "## Trainer\n"
+    yield "Three epochs of cifar10-desk on CIFAR-shaped random images, with evaluation and checkpoints:"
+    yield f"{total:.1f} s, of which forward, backward and step of training {spent['step']:.1f} s, evaluation"
+    yield f"{spent['evaluate']:.1f} s, and all else {rest:.2f} s: {rest / total:.1%}.\n"
+    commands = {
+        "import torch": ["-c", "import torch"],
+        "import torch, and all of balnorm": ["-c", "import torch; from balnorm import *"],
+        "balnorm --help": ["-m", "balnorm", "--help"],
+        "balnorm train digits --help": ["-m", "balnorm", "train", "digits", "--help"],
+    }
+    functions = {
+        name: functools.partial(subprocess.run, [sys.executable, *command], check=True, capture_output=True)
+        for name, command in commands.items()
+    }
+    times = interleaved(functions, rounds, warmup=1)
+    yield from table(["", "seconds"], [[name, f"{statistics.median(t):.2f}"] for name, t in times.items()])
+
+
 def zoo(rounds: int) -> Iterable[str]:  # noqa: ARG001
     """Networks of timm and torchvision, converted, trained for one step and folded."""
     timm = import_timm()
@@ -373,6 +426,7 @@ PARTS: dict[str, Callable[[int], Iterable[str]]] = {
     "compiled": compiled,
     "profile": profile,
     "input": input_pipeline,
+    "training": training,
     "zoo": zoo,
 }
 

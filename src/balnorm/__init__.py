@@ -7,18 +7,21 @@
 torch.Size([8, 16, 32, 32])
 """
 
-from balnorm.diagnostics import balance_report
-from balnorm.layers import (
-    BalNormConv1d,
-    BalNormConv2d,
-    BalNormConv3d,
-    BalNormConvTranspose1d,
-    BalNormConvTranspose2d,
-    BalNormConvTranspose3d,
-    BalNormLayer,
-    BalNormLinear,
-)
-from balnorm.surgery import convert, fold, freeze_stats, param_groups, unfreeze_stats, update_stats
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from balnorm.diagnostics import balance_report
+    from balnorm.layers import (
+        BalNormConv1d,
+        BalNormConv2d,
+        BalNormConv3d,
+        BalNormConvTranspose1d,
+        BalNormConvTranspose2d,
+        BalNormConvTranspose3d,
+        BalNormLayer,
+        BalNormLinear,
+    )
+    from balnorm.surgery import convert, fold, freeze_stats, param_groups, unfreeze_stats, update_stats
 
 __all__ = [
     "BalNormConv1d",
@@ -40,3 +43,18 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch when the first of these names is used, and not before: the command line answers faster."""
+    if name not in __all__:
+        raise AttributeError(f"module 'balnorm' has no attribute {name!r}")
+    from balnorm import diagnostics, layers, surgery
+
+    home = layers if name.startswith("BalNorm") else diagnostics if name == "balance_report" else surgery
+    globals()[name] = getattr(home, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

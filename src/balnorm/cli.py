@@ -1,0 +1,111 @@
+"""The command line: parsing only. It imports torch when there is something to do, so that help comes at once."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from balnorm.recipes import RECIPES, get_recipe
+from balnorm.training.config import Recipe
+
+__all__ = ["main"]
+
+_USAGE = """usage: balnorm train RECIPE [options]
+
+Train a network as a recipe says. The same command again goes on with a run that was stopped.
+
+recipes:
+{recipes}
+
+examples:
+  balnorm train digits                                          half a minute, nothing to download
+  balnorm train digits --norm batchnorm --seed 3 --out runs/a
+  balnorm train cifar10-desk --root data --epochs 5
+  torchrun --nproc-per-node 2 -m balnorm train svhn-wrn         two processes
+  balnorm train digits --help                                   all options of a recipe
+"""
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a run is, and how it is kept."""
+
+    out: Path | None = None
+    """The run's folder; None is runs/<recipe>-<norm>-<seed>."""
+    root: Path = Path("data")
+    """The folder that the data is in."""
+    device: str | None = None
+    """Such as cuda:1; None takes a GPU if there is one."""
+    checkpoint_steps: int | None = None
+    """Save the state inside an epoch after every so many steps."""
+    checkpoint_minutes: float | None = 10.0
+    """Save the state inside an epoch after so many minutes."""
+    quiet: bool = False
+    """Show nothing."""
+
+
+@dataclass(frozen=True)
+class Train:
+    recipe: Recipe
+    where: Where
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command. The exit code is 0, or 1 if it failed, 2 for a mistake in the command, 130 after Ctrl-C."""
+    given = sys.argv[1:] if arguments is None else arguments
+    asked_for_help = bool(given) and (given[0] in ("-h", "--help") or given[1:2] in (["-h"], ["--help"]))
+    if asked_for_help or len(given) < 2 or given[0] != "train":
+        recipes = "\n".join(f"  {name:22}{_first_sentence(build.__doc__)}" for name, build in RECIPES.items())
+        print(_USAGE.format(recipes=recipes), end="", file=sys.stdout if asked_for_help else sys.stderr)
+        return 0 if asked_for_help else 2
+    try:
+        defaults = Train(get_recipe(given[1]), Where())
+        options = tyro.cli(
+            Train,
+            default=defaults,
+            args=given[2:],
+            prog=f"balnorm train {given[1]}",
+            description=RECIPES[given[1]].__doc__,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+        options.recipe.check()
+    except ValueError as error:
+        return _fail(error, 2)
+    except SystemExit as stop:  # tyro has said what is wrong
+        return int(stop.code or 0)
+    return _train(options.recipe, options.where)
+
+
+def _train(recipe: Recipe, where: Where) -> int:
+    from balnorm.data import DataError
+    from balnorm.training.checkpoint import CheckpointError
+    from balnorm.training.run import RunError
+    from balnorm.training.trainer import Interrupted, train
+
+    try:
+        train(
+            recipe,
+            where.out or Path("runs") / f"{recipe.name}-{recipe.norm}-{recipe.seed}",
+            root=where.root,
+            device=where.device,
+            checkpoint_steps=where.checkpoint_steps,
+            checkpoint_minutes=where.checkpoint_minutes,
+            show=not where.quiet,
+        )
+    except Interrupted as stop:
+        return _fail(stop, 130)
+    except (CheckpointError, DataError, RunError, ValueError, OSError) as error:
+        return _fail(error, 1)
+    return 0
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"balnorm: {error}", file=sys.stderr)
+    return code
+
+
+def _first_sentence(text: str | None) -> str:
+    return (text or "").strip().splitlines()[0].split(" (")[0].rstrip(".")

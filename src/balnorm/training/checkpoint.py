@@ -1,0 +1,112 @@
+"""Checkpoints that survive anything: written whole or not at all, with a checksum, and the one before is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["CheckpointError", "load_checkpoint", "save_checkpoint", "write_atomically"]
+
+_MAGIC = b"balnorm checkpoint 1\n"
+
+
+class CheckpointError(Exception):
+    """A file is no good checkpoint, or none could be written. The message is one sentence."""
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Write ``state``, tensors and plain values, to ``path``. What was there before stays as ``<name>.previous``."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    payload = buffer.getvalue()
+    contents = _MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
+    try:
+        # Between the two renames there is only the previous one, which is then what a reader finds.
+        with _written(path, contents) as temporary:
+            if path.exists():
+                os.replace(path, _previous(path))
+            os.replace(temporary, path)
+    except OSError as error:
+        raise CheckpointError(
+            f"could not write {path} ({error.strerror}); what was saved before is unharmed: make room, and the same "
+            "command goes on from there"
+        ) from error
+
+
+def load_checkpoint(path: Path) -> tuple[dict[str, Any], str | None] | None:
+    """The state in ``path``, or in the one before where that is damaged, with a sentence on what happened.
+
+    ``None`` where there is neither. Nothing in a file is executed. Raises a :class:`CheckpointError` if there are files
+    and none is good.
+    """
+    problems = []
+    for candidate in (path, _previous(path)):
+        if not candidate.exists():
+            continue
+        try:
+            state = _read(candidate)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        return state, f"{problems[0]}: going on from the one before" if problems else None
+    if problems:
+        raise CheckpointError(f"{'; '.join(problems)}: delete the folder to start again")
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        contents = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+    if not contents.startswith(_MAGIC):
+        raise CheckpointError(f"{path} is not a checkpoint of balnorm")
+    digest, _, payload = contents[len(_MAGIC) :].partition(b"\n")
+    if hashlib.sha256(payload).hexdigest().encode() != digest:
+        raise CheckpointError(f"{path} is truncated or damaged")
+    try:
+        state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever the unpickler makes of a file that somebody prepared
+        raise CheckpointError(f"{path} holds something else than tensors and numbers, and was not loaded") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} is not a checkpoint of balnorm")
+    return state
+
+
+def write_atomically(path: Path, contents: bytes) -> None:
+    """Write a file so that there is always either the old one or the new one, whole, whatever happens meanwhile."""
+    with _written(path, contents) as temporary:
+        os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _written(path: Path, contents: bytes) -> Iterator[Path]:
+    """A file beside ``path``, safely on the disk, to be given its name inside."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(contents)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # not every file system has directories that can be synchronised
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(path.name + ".previous")

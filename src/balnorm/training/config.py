@@ -1,0 +1,148 @@
+"""What a training run is made of: every number of an experiment in one frozen dataclass. It imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+__all__ = ["MixupKind", "ModelName", "NormName", "Precision", "Recipe", "ScheduleName", "SetName", "differences"]
+
+SetName = Literal["cifar10", "cifar100", "svhn", "mnist", "fashion-mnist", "digits", "folder"]
+ModelName = Literal[
+    "wide_resnet",
+    "preact_resnet18",
+    "preact_resnet34",
+    "preact_resnet50",
+    "preact_resnet101",
+    "preact_resnet152",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "resnet152",
+]
+NormName = Literal[
+    "balnorm",
+    "balnorm-two-pass",
+    "balnorm-position",
+    "balnorm-quarter",
+    "balnorm-gain1",
+    "batchnorm",
+    "groupnorm",
+    "layernorm",
+    "instancenorm",
+    "batchrenorm",
+    "weightnorm",
+    "weightnorm-meanonly",
+    "lrn",
+    "weightstandardization",
+    "none",
+]
+ScheduleName = Literal["multistep", "onecycle", "cosine", "constant"]
+MixupKind = Literal["none", "input", "manifold"]
+Precision = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An experiment. Two runs with equal recipes on the same machine give the same numbers, bit for bit."""
+
+    name: str
+    """What the recipe is called."""
+    data: SetName
+    """The data set, or "folder" for images in folders."""
+    model: ModelName
+    norm: NormName = "balnorm"
+    seed: int = 0
+    """Of the weights, the order of the data, augmentation and mixup."""
+
+    epochs: int = 30
+    batch_size: int = 128
+    """Of each process."""
+    lr: float = 0.1
+    """Learning rate at the start; its course is the schedule's."""
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    """On weights; none on gains, biases and norms."""
+    schedule: ScheduleName = "cosine"
+    drops: tuple[int, ...] = ()
+    """Epochs after which a multistep schedule divides the learning rate by ten."""
+
+    width: int | None = None
+    """Channels of the network's first stage; None is its own default."""
+    depth: int | None = None
+    """Of a wide ResNet, 6 n + 2; None is its own default, 20."""
+
+    padding: int = 4
+    """Largest shift of an image in training, in pixels."""
+    mixup: MixupKind = "none"
+    """Mix images at the input, or ("manifold") also after the first and second stage."""
+    alpha: float = 6.0
+    """Of mixup's Beta distribution."""
+    loss: Literal["cross_entropy", "bce"] = "cross_entropy"
+    label_smoothing: float = 0.0
+    clip_norm: float | None = None
+    """Largest norm of all gradients together."""
+    ema: float | None = None
+    """Decay of an average of the weights, which is then what is evaluated."""
+
+    precision: Precision = "float32"
+    compile: bool = False
+    sync_stats: bool = False
+    """Statistics of all processes together, rather than of each."""
+    train_limit: int | None = None
+    """Train on so many images, of all classes alike."""
+    test_limit: int | None = None
+    image_size: int = 224
+    """Of images from folders."""
+    workers: int = 2
+    """Processes that decode images from folders."""
+
+    def check(self) -> None:
+        """Raise a ValueError that says what is allowed."""
+        positive = (
+            "epochs",
+            "batch_size",
+            "lr",
+            "alpha",
+            "width",
+            "train_limit",
+            "test_limit",
+            "clip_norm",
+            "image_size",
+        )
+        for name in positive:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        for name, limit in {"momentum": 1.0, "label_smoothing": 1.0}.items():
+            if not 0.0 <= getattr(self, name) < limit:
+                raise ValueError(f"{name} must be from 0 to below {limit:g}, got {getattr(self, name)}")
+        if self.weight_decay < 0 or self.padding < 0 or self.workers < 0 or self.seed < 0:
+            raise ValueError("weight_decay, padding, workers and seed must not be negative")
+        if self.ema is not None and not 0.0 < self.ema < 1.0:
+            raise ValueError(f"ema must be between 0 and 1, got {self.ema}")
+        if list(self.drops) != sorted(set(self.drops)) or any(not 0 < drop < self.epochs for drop in self.drops):
+            raise ValueError(f"drops must be ascending epochs below {self.epochs}, got {self.drops}")
+        if bool(self.drops) != (self.schedule == "multistep"):
+            raise ValueError("drops belong to the multistep schedule, which needs them")
+        if self.depth is not None and (self.model != "wide_resnet" or self.depth < 8 or (self.depth - 2) % 6):
+            raise ValueError("depth is for wide_resnet and must be 6 n + 2: 8, 14, 20, 26, ...")
+        if self.label_smoothing and (self.mixup != "none" or self.loss != "cross_entropy"):
+            raise ValueError("label_smoothing goes with cross_entropy and without mixup")
+        if self.sync_stats and not self.norm.startswith(("balnorm", "batchnorm")):
+            raise ValueError(f"sync_stats is for balnorm and batchnorm, not for {self.norm}")
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Recipe:
+        """The recipe that :func:`dataclasses.asdict` took apart, as read from JSON."""
+        known = {field.name for field in fields(Recipe)}
+        if unknown := sorted(values.keys() - known):
+            raise ValueError(f"a recipe has no {', '.join(unknown)}")
+        return Recipe(**{**values, "drops": tuple(values.get("drops", ()))})
+
+
+def differences(ours: Recipe, theirs: Recipe) -> list[str]:
+    """The fields in which two recipes differ, as "epochs: 30, was 20"."""
+    a, b = asdict(ours), asdict(theirs)
+    return [f"{name}: {a[name]!r}, was {b[name]!r}" for name in a if a[name] != b[name]]

@@ -1,0 +1,74 @@
+"""One process or several: who am I, on which device, and sums over all. Started by torchrun, or alone."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+__all__ = ["Processes", "processes"]
+
+_PATIENCE = dt.timedelta(minutes=10)  # for a process that stopped answering
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among all of a run."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that writes files and talks to people."""
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes."""
+        if self.world > 1:
+            values = values.clone()
+            dist.all_reduce(values)
+        return values
+
+    def any(self, *values: bool) -> list[bool]:
+        """For each value, whether it is so for any process."""
+        if self.world == 1:
+            return list(values)
+        return [count > 0 for count in self.sum(torch.tensor(values, dtype=torch.float32, device=self.device)).tolist()]
+
+    def wait(self) -> None:
+        """Until all are here."""
+        if self.world > 1:
+            dist.barrier()
+
+
+@contextmanager
+def processes(device: str | None = None) -> Iterator[Processes]:
+    """The processes that torchrun has started, connected (nccl on GPUs, gloo elsewhere); or just this one."""
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if device is None:
+        device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if world == 1:
+        yield Processes(0, 1, place)
+        return
+    # torchrun keeps its store over a restart, where the addresses of the processes before would still be found.
+    store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
+    store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "nccl" if place.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_PATIENCE)
+    try:
+        yield Processes(rank, world, place)
+    finally:
+        dist.destroy_process_group()

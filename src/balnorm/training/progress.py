@@ -1,0 +1,77 @@
+"""What a person sees of a run: a live bar in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """Shows an epoch's steps as they go, and a line for each epoch that is done.
+
+    Args:
+        title: of the run.
+        epochs: in all.
+        show: whether to show anything; not in all but the first of several processes.
+    """
+
+    def __init__(self, title: str, epochs: int, show: bool = True) -> None:
+        self.title, self.epochs, self.show = title, epochs, show
+        self.bar: Any = None
+        self.task: Any = None
+        self.last = 0.0
+
+    def __enter__(self) -> Progress:
+        if self.show and sys.stdout.isatty():
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[note]}"),
+                TimeRemainingColumn(),
+                TextColumn("left"),
+            )
+            self.bar = Progress(*columns)
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def step(self, epoch: int, step: int, steps: int, loss: float, accuracy: float, images_per_second: float) -> None:
+        """A step is done: ten times a second at most, this is shown."""
+        now = time.monotonic()
+        if self.bar is None or now - self.last < 0.1:
+            return
+        self.last = now
+        note = f"epoch {epoch + 1}/{self.epochs}  loss {loss:.3f}  accuracy {accuracy:.1%}"
+        note += f"  {images_per_second:,.0f} images/s"
+        if self.task is None:
+            self.task = self.bar.add_task(self.title, total=self.epochs * steps, note=note)
+        self.bar.update(self.task, completed=epoch * steps + step, note=note)
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        """An epoch is done."""
+        if record.get("diverged"):
+            self.say(f"{self.title}  epoch {record['epoch']}: the loss is not finite, the run has diverged")
+            return
+        self.say(
+            f"{self.title}  epoch {record['epoch']}/{self.epochs}  train loss {record['train_loss']:.3f}  "
+            f"test loss {record['test_loss']:.3f}  test accuracy {record['test_accuracy']:.2%}  "
+            f"{record['seconds']:.1f} s"
+        )
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if not self.show:
+            return
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False)
+        else:
+            print(text, flush=True)

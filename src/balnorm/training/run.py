@@ -1,0 +1,151 @@
+"""A run is a folder: its recipe, where it ran, what came out epoch by epoch. Nothing else holds state."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from balnorm.training.checkpoint import write_atomically
+from balnorm.training.config import Recipe, differences
+
+__all__ = ["Run", "RunError", "environment", "read_metrics"]
+
+
+class RunError(Exception):
+    """A run folder cannot be used. The message is one sentence and says what to do."""
+
+
+class Run:
+    """The folder of one run.
+
+    ``config.json`` is the recipe; ``environment.json`` the machine and versions, of every start; ``metrics.jsonl`` a
+    line for each epoch; ``checkpoint.pt`` (and the one before it) the state to go on from; ``tensorboard/`` its curves.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.config = self.folder / "config.json"
+        self.metrics = self.folder / "metrics.jsonl"
+        self.checkpoint = self.folder / "checkpoint.pt"
+        self.environment = self.folder / "environment.json"
+        self.tensorboard = self.folder / "tensorboard"
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise a RunError unless the folder is new, empty, or holds a run of the same recipe."""
+        if self.config.exists():
+            theirs = self.recipe()
+            if changed := differences(recipe, theirs):
+                raise RunError(
+                    f"{self.folder} was started with another recipe ({'; '.join(changed)}): "
+                    "give the same one to resume it, or another folder"
+                )
+        elif self.folder.exists() and any(self.folder.iterdir()):
+            raise RunError(f"{self.folder} is not empty and holds no run: choose another folder")
+
+    def create(self, recipe: Recipe) -> None:
+        """Make the folder, if it is not there."""
+        if not self.config.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._write(self.config, asdict(recipe))
+
+    def recipe(self) -> Recipe:
+        try:
+            return Recipe.from_dict(json.loads(self.config.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise RunError(f"{self.config} cannot be read ({error})") from error
+
+    def note_environment(self, **more: Any) -> None:
+        """Add this start to the list of starts."""
+        starts = []
+        if self.environment.exists():
+            try:
+                starts = json.loads(self.environment.read_text())
+            except ValueError:
+                starts = []
+        self._write(self.environment, [*starts, {**environment(), **more}])
+
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl``; a last line that broke off is left out."""
+        return read_metrics(self.metrics)
+
+    def keep_records(self, epochs: int) -> None:
+        """Forget what came after so many epochs: a resumed run does them again."""
+        kept = [record for record in self.records() if record["epoch"] <= epochs]
+        write_atomically(self.metrics, "".join(_line(record) for record in kept).encode())
+
+    def add_record(self, record: dict[str, Any]) -> None:
+        with self.metrics.open("a") as file:
+            file.write(_line(record))
+            file.flush()
+            os.fsync(file.fileno())
+
+    @staticmethod
+    def _write(path: Path, value: Any) -> None:
+        write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records in a ``metrics.jsonl``, without a last line that was not finished."""
+    if not path.exists():
+        return []
+    records = []
+    lines = path.read_text(errors="replace").split("\n")
+    for number, line in enumerate(lines):
+        if not line:
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            if number == len(lines) - 1:
+                break
+            raise RunError(f"{path}, line {number + 1} is not JSON") from error
+        if not isinstance(record, dict) or "epoch" not in record:
+            raise RunError(f"{path}, line {number + 1} is not a record of an epoch")
+        records.append(record)
+    return records
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the versions, as far as they can change a result."""
+    import torch
+
+    try:
+        git = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        ).stdout.strip()
+    except OSError:  # no git here
+        git = ""
+    cuda = torch.cuda.is_available()
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "balnorm": version("balnorm"),
+        "commit": git or None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "cuda": torch.version.cuda if cuda else None,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())

@@ -1,0 +1,409 @@
+"""From a recipe to a finished run: one loop, that can be killed anywhere and goes on where it was."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from balnorm.data import (
+    IMAGENET_STATISTICS,
+    SETS,
+    Blend,
+    FolderLoader,
+    ImageFolder,
+    MemoryLoader,
+    Mixup,
+    channel_statistics,
+    load,
+    soft_cross_entropy,
+)
+from balnorm.data.augment import generator
+from balnorm.layers import BalNormLayer
+from balnorm.models import create_model
+from balnorm.norms import NORMS, set_progress
+from balnorm.surgery import param_groups
+from balnorm.training.checkpoint import load_checkpoint, save_checkpoint
+from balnorm.training.config import Recipe
+from balnorm.training.processes import Processes, processes
+from balnorm.training.progress import Progress
+from balnorm.training.run import Run, RunError
+from balnorm.training.schedules import rates
+
+__all__ = ["Interrupted", "train"]
+
+_LOOK_UP = 10  # steps after which to see whether the loss is finite, somebody wants to stop, or it is time to save
+_MIXUP = 3  # the key of mixup's random numbers, beside those of order and augmentation
+
+
+class Interrupted(Exception):  # noqa: N818  # it is no error
+    """Somebody pressed Ctrl-C; the state is saved."""
+
+
+def train(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    root: str | Path = "data",
+    device: str | None = None,
+    checkpoint_steps: int | None = None,
+    checkpoint_minutes: float | None = 10.0,
+    show: bool = True,
+) -> list[dict[str, Any]]:
+    """Train as ``recipe`` says, in the folder ``out``, and return the record of every epoch.
+
+    If the folder holds a run of the same recipe, it goes on where that was, to the same result, bit for bit, as if it
+    had never stopped.
+
+    Args:
+        recipe: the experiment.
+        out: the run's folder.
+        root: where the data is.
+        device: such as ``"cuda:1"``; ``None`` takes a GPU if there is one.
+        checkpoint_steps, checkpoint_minutes: save the state this often inside an epoch too; ``None`` for not.
+        show: whether to print progress.
+    """
+    recipe.check()
+    run = Run(out)
+    run.check(recipe)
+    title = f"{recipe.name} {recipe.norm} seed {recipe.seed}"
+    with processes(device) as team, Progress(title, recipe.epochs, show and team.first) as progress:
+        trainer = Trainer(recipe, run, team, progress, Path(root))
+        trainer.checkpoint_steps, trainer.checkpoint_minutes = checkpoint_steps, checkpoint_minutes
+        if team.first:
+            run.create(recipe)
+        team.wait()
+        trainer.fit()
+        return run.records()
+
+
+@dataclass
+class Position:
+    """How far a run is, and what it has summed up of the epoch that it is in. All of it is in a checkpoint."""
+
+    epoch: int
+    sums: Tensor
+    """Loss, right answers and images of this epoch so far."""
+    step: int = 0
+    seconds: float = 0.0
+    finished: bool = False
+
+
+class Trainer:
+    """The state of a run and its loop."""
+
+    checkpoint_steps: int | None = None
+    checkpoint_minutes: float | None = None
+
+    def __init__(self, recipe: Recipe, run: Run, team: Processes, progress: Progress, root: Path) -> None:
+        self.recipe, self.run, self.team, self.progress = recipe, run, team, progress
+        self.train_loader, self.test_loader, channels, classes = make_loaders(recipe, team, root)
+        torch.manual_seed(recipe.seed)
+        self.model = make_model(recipe, team, channels, classes)
+        self.classes = classes
+        points = getattr(self.model, "mix_points", ("input",)) if recipe.mixup == "manifold" else ("input",)
+        self.mixup = None if recipe.mixup == "none" else Mixup(self.model, recipe.alpha, points)
+        self.averaged = None
+        if recipe.ema is not None:
+            average = get_ema_multi_avg_fn(recipe.ema)  # type: ignore[no-untyped-call]
+            self.averaged = AveragedModel(self.model, multi_avg_fn=average, use_buffers=True)
+        self.forward: nn.Module = self.model
+        if recipe.compile:
+            self.forward = torch.compile(self.forward)  # type: ignore[assignment]
+        if team.world > 1:
+            on_gpu = [team.device] if team.device.type == "cuda" else None
+            self.forward = nn.parallel.DistributedDataParallel(self.forward, device_ids=on_gpu)
+        self.optimizer = torch.optim.SGD(
+            param_groups(self.model, recipe.weight_decay), lr=recipe.lr, momentum=recipe.momentum
+        )
+        self.scaler = torch.amp.GradScaler(team.device.type, enabled=recipe.precision == "float16")
+        self.at = self.start_of(0)
+        self.interrupted = False
+
+    def start_of(self, epoch: int, finished: bool = False) -> Position:
+        return Position(epoch, torch.zeros(3, dtype=torch.float64, device=self.team.device), finished=finished)
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # The loop
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        self.resume()
+        if self.at.finished:
+            self.progress.say(f"{self.run.folder} is finished")
+            return
+        with self.tensorboard() as curves, self.noticing_interrupts():
+            while self.at.epoch < self.recipe.epochs:
+                started = time.perf_counter()
+                alive = self.train_epoch(started)
+                record: dict[str, Any] = {"epoch": self.at.epoch + 1}
+                if alive:
+                    record |= self.summary() | self.evaluate()
+                    alive = math.isfinite(record["test_loss"])
+                if not alive:
+                    record = {"epoch": self.at.epoch + 1, "diverged": True}
+                record |= {"seconds": round(self.at.seconds + time.perf_counter() - started, 3)}
+                record |= {"peak_memory": peak_memory(self.team.device)}
+                finished = not alive or self.at.epoch + 1 == self.recipe.epochs
+                self.at = self.start_of(self.at.epoch + 1, finished)
+                if self.team.first:
+                    self.run.add_record(record)
+                    for name in ("lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy"):
+                        if name in record:
+                            curves.add_scalar(name, record[name], record["epoch"])
+                self.save()
+                self.progress.epoch(record)
+                if finished:
+                    return
+
+    def train_epoch(self, started: float) -> bool:
+        """From where the epoch is to its end. Returns whether the loss is finite."""
+        recipe, steps = self.recipe, len(self.train_loader)
+        self.forward.train()
+        saved, first = time.monotonic(), self.at.step
+        for images, labels in self.train_loader.epoch(self.at.epoch, self.at.step):
+            done = self.at.epoch + self.at.step / steps
+            rate = rates(recipe, done)
+            for group in self.optimizer.param_groups:
+                group["lr"], group["momentum"] = rate
+            if recipe.norm == "batchrenorm":
+                set_progress(self.model, done / recipe.epochs)
+            scores, loss = self.step(images, labels)
+            self.at.sums += sums_of(loss * len(labels), scores, labels)
+            self.at.step += 1
+            if self.at.step % _LOOK_UP == 0 or self.at.step == steps:  # the rest need not wait for the device
+                minutes = (time.monotonic() - saved) / 60
+                late = self.checkpoint_minutes is not None and minutes > self.checkpoint_minutes
+                diverged = not bool(self.at.sums.isfinite().all())
+                diverged, interrupted, late = self.team.any(diverged, self.interrupted, late)
+                if diverged:
+                    return False
+                if interrupted:
+                    self.save(time.perf_counter() - started)
+                    raise Interrupted(f"stopped, and saved in {self.run.folder}: the same command goes on from there")
+                if late:
+                    self.save(time.perf_counter() - started)
+                    saved = time.monotonic()
+                images_seen = (self.at.step - first) * recipe.batch_size * self.team.world
+                speed = images_seen / (time.perf_counter() - started)
+                loss_sum, right, count = self.at.sums.tolist()
+                self.progress.step(self.at.epoch, self.at.step, steps, loss_sum / count, right / count, speed)
+            if self.checkpoint_steps is not None and self.at.step % self.checkpoint_steps == 0:
+                self.save(time.perf_counter() - started)
+        return True
+
+    def step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Forward, backward, and a step of the optimiser."""
+        recipe = self.recipe
+        blend = self.draw_blend(len(labels))
+        mixing = contextlib.nullcontext() if self.mixup is None or blend is None else self.mixup.active(blend)
+        dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(recipe.precision)
+        with mixing, torch.autocast(self.team.device.type, dtype, enabled=dtype is not None):
+            scores = self.forward(images)
+        loss = self.loss(scores.float(), labels, blend)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        if recipe.clip_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.averaged is not None:
+            self.averaged.update_parameters(self.model)
+        return scores.detach(), loss.detach()
+
+    def loss(self, scores: Tensor, labels: Tensor, blend: Blend | None) -> Tensor:
+        if blend is not None:
+            return soft_cross_entropy(scores, blend.targets(labels, self.classes), self.recipe.loss)
+        if self.recipe.loss == "bce":
+            return soft_cross_entropy(scores, F.one_hot(labels, self.classes).float(), "bce")
+        return F.cross_entropy(scores, labels, label_smoothing=self.recipe.label_smoothing)
+
+    def draw_blend(self, size: int) -> Blend | None:
+        if self.mixup is None:
+            return None
+        key = (self.recipe.seed, self.at.epoch, _MIXUP, self.at.step, self.team.rank)
+        return self.mixup.draw(size, generator(*key), self.team.device)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss and accuracy on the test set, each image counted once, whatever the number of processes."""
+        model = self.model if self.averaged is None else self.averaged
+        model.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.team.device)
+        for images, labels in self.test_loader.epoch():
+            scores = model(images).float()
+            loss = F.cross_entropy(scores, labels, reduction="sum")
+            sums += sums_of(loss, scores, labels)
+        loss_sum, right_sum, count = self.team.sum(sums).tolist()
+        return {"test_loss": loss_sum / count, "test_accuracy": right_sum / count}
+
+    def summary(self) -> dict[str, float]:
+        """What the epoch's training gave."""
+        loss, right, count = self.team.sum(self.at.sums).tolist()
+        rate = rates(self.recipe, self.at.epoch)
+        return {"lr": rate.lr, "momentum": rate.momentum, "train_loss": loss / count, "train_accuracy": right / count}
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # Saving and going on
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def save(self, seconds: float = 0.0) -> None:
+        """Write the checkpoint. Sums over this epoch are of all processes, for the first one to carry on."""
+        sums = self.team.sum(self.at.sums).cpu()
+        rng = [torch.get_rng_state()]
+        if self.team.device.type == "cuda":
+            rng.append(torch.cuda.get_rng_state(self.team.device))
+        if not self.team.first:
+            return
+        save_checkpoint(
+            self.run.checkpoint,
+            {
+                "recipe": {**asdict(self.recipe), "drops": list(self.recipe.drops)},
+                "world": self.team.world,
+                "position": {**vars(self.at), "seconds": self.at.seconds + seconds, "sums": sums},
+                "model": self.model.state_dict(),
+                "averaged": None if self.averaged is None else self.averaged.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": self.scaler.state_dict(),
+                "rng": rng,
+            },
+        )
+
+    def resume(self) -> None:
+        """Take up the state of the folder's checkpoint, if it has one."""
+        found = load_checkpoint(self.run.checkpoint)
+        if self.team.first:
+            self.run.note_environment(world=self.team.world, device=str(self.team.device), resumed=found is not None)
+            self.run.keep_records(0 if found is None else found[0]["position"]["epoch"])
+        if found is None:
+            return
+        state, problem = found
+        if state["world"] != self.team.world:
+            raise RunError(
+                f"{self.run.folder} was started with {state['world']} processes and goes on with as many, not with "
+                f"{self.team.world}"
+            )
+        if problem is not None:
+            self.progress.say(problem)
+        self.at = Position(**state["position"])
+        share = 1.0 if self.team.first else 0.0  # the first process carries on with the sums of all
+        self.at.sums = self.at.sums.to(self.team.device) * share
+        self.model.load_state_dict(state["model"])
+        if self.averaged is not None:
+            self.averaged.load_state_dict(state["averaged"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        torch.set_rng_state(state["rng"][0])
+        if self.team.device.type == "cuda" and len(state["rng"]) > 1:
+            torch.cuda.set_rng_state(state["rng"][1], self.team.device)
+        if not self.at.finished:
+            self.progress.say(f"going on with {self.run.folder} at epoch {self.at.epoch + 1}, step {self.at.step}")
+
+    @contextlib.contextmanager
+    def noticing_interrupts(self) -> Iterator[None]:
+        """Ctrl-C is answered at the end of the step."""
+
+        def notice(*_: object) -> None:
+            self.interrupted = True
+
+        try:
+            before = signal.signal(signal.SIGINT, notice)
+        except ValueError:  # not the main thread: somebody else's to handle
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    @contextlib.contextmanager
+    def tensorboard(self) -> Iterator[Any]:
+        if not self.team.first:
+            yield None
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(self.run.tensorboard), purge_step=self.at.epoch + 1)
+        try:
+            yield writer
+        finally:
+            writer.close()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What a recipe needs
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def make_loaders(
+    recipe: Recipe, team: Processes, root: Path
+) -> tuple[MemoryLoader | FolderLoader, MemoryLoader | FolderLoader, int, int]:
+    """Loaders for training and test, the channels of an image and the number of classes."""
+    common: dict[str, Any] = {"rank": team.rank, "world": team.world, "device": team.device}
+    common["pixels"] = NORMS[recipe.norm].pixels
+    if recipe.data == "folder":
+        train = ImageFolder.scan(root, "train", limit=recipe.train_limit)
+        test = ImageFolder.scan(root, "test", limit=recipe.test_limit)
+        common |= {"size": recipe.image_size, "workers": recipe.workers, "statistics": IMAGENET_STATISTICS}
+        return (
+            FolderLoader(train, recipe.batch_size, training=True, seed=recipe.seed, **common),
+            FolderLoader(test, recipe.batch_size, training=False, **common),
+            3,
+            len(train.classes),
+        )
+    information = SETS[recipe.data]
+    images = load(recipe.data, root, "train", limit=recipe.train_limit)
+    common["statistics"] = channel_statistics(images.images)
+    return (
+        MemoryLoader(
+            images,
+            recipe.batch_size,
+            training=True,
+            seed=recipe.seed,
+            padding=recipe.padding,
+            flip=information.flip,
+            **common,
+        ),
+        MemoryLoader(load(recipe.data, root, "test", limit=recipe.test_limit), 500, training=False, **common),
+        information.channels,
+        information.classes,
+    )
+
+
+def make_model(recipe: Recipe, team: Processes, channels: int, classes: int) -> nn.Module:
+    """The network, on its device, in channels_last."""
+    options: dict[str, Any] = {"width": recipe.width, "depth": recipe.depth}
+    options = {name: value for name, value in options.items() if value is not None}
+    model = create_model(recipe.model, recipe.norm, classes, in_channels=channels, **options)
+    if recipe.sync_stats:
+        if recipe.norm == "batchnorm":
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        for module in model.modules():
+            if isinstance(module, BalNormLayer):
+                module.sync_stats = True
+    return model.to(team.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def sums_of(loss: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
+    """What an epoch adds up: loss, right answers, images."""
+    right = (scores.argmax(1) == labels).sum()
+    return torch.stack([loss.double(), right.double(), right.new_tensor(len(labels)).double()])
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has used so far: on its GPU, or else in main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,518 @@
+"""Training: from a recipe to a finished run, and what happens when it is killed, damaged or interrupted."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from balnorm.data import SETS
+from balnorm.models import MODELS
+from balnorm.norms import NORMS
+from balnorm.recipes import RECIPES, get_recipe
+from balnorm.training import config
+from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, write_atomically
+from balnorm.training.run import Run, RunError, read_metrics
+from balnorm.training.schedules import rates
+from balnorm.training.trainer import train
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's
+SMALL = replace(get_recipe("digits"), width=4, epochs=2, train_limit=640, test_limit=100)
+
+
+def results(folder):
+    """The records of a run, without what the clock and the memory say."""
+    return [
+        {name: value for name, value in record.items() if name not in ("seconds", "peak_memory")}
+        for record in Run(folder).records()
+    ]
+
+
+def weights(folder):
+    state, _ = load_checkpoint(Run(folder).checkpoint)
+    return state["model"], state["optimizer"]["state"]
+
+
+def assert_same(first, second):
+    assert results(first) == results(second)
+    for ours, theirs in zip(weights(first), weights(second), strict=True):
+        flat, other = (torch.utils._pytree.tree_leaves(tree) for tree in (ours, theirs))
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(flat, other, strict=True))
+
+
+def balnorm(*arguments, **options):
+    """The command, in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+    command = [sys.executable, "-W", "ignore", "-m", "balnorm", *arguments]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+OPTIONS = ["--width", "4", "--epochs", "2", "--train-limit", "640", "--test-limit", "100"]
+
+# --------------------------------------------------------------------------------------------------------------------
+# Recipes and schedules
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_names_in_recipes_are_those_of_the_registries():
+    assert list(get_args(config.NormName)) == list(NORMS)
+    assert list(get_args(config.ModelName)) == list(MODELS)
+    assert [*get_args(config.SetName)] == [*SETS, "folder"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_consistent(name):
+    recipe = get_recipe(name)
+    assert recipe.name == name
+    recipe.check()
+    assert config.Recipe.from_dict(json.loads(json.dumps(vars(recipe)))) == recipe
+    assert RECIPES[name].__doc__
+
+
+def test_the_papers_numbers():
+    recipe = get_recipe("cifar10-wrn")
+    assert (recipe.lr, recipe.momentum, recipe.weight_decay, recipe.batch_size) == (0.1, 0.9, 1e-4, 128)
+    assert (recipe.epochs, recipe.drops, recipe.depth, recipe.width) == (300, (150, 225), 20, 96)
+    assert get_recipe("cifar10-wrn-quarter").norm == "balnorm-quarter"
+    assert get_recipe("cifar100-preact152").alpha == 6.0
+    assert get_recipe("svhn-wrn").drops == (80, 120)
+
+
+def test_one_cycle_is_the_papers():
+    recipe = get_recipe("cifar10-short")
+    expected = {0: (0.1, 0.95), 6.5: (0.3, 0.90), 13: (0.5, 0.85), 26: (0.1, 0.85), 30: (0.001, 0.85)}
+    for epoch, (lr, momentum) in expected.items():
+        assert rates(recipe, epoch) == pytest.approx((lr, momentum))
+    assert rates(recipe, 25.999) == pytest.approx((0.1, 0.95), rel=1e-3)
+
+
+def test_schedules():
+    recipe = replace(SMALL, epochs=10, lr=0.4)
+    assert [rates(recipe, epoch).lr for epoch in (0, 5, 10)] == pytest.approx([0.4, 0.2, 0.0])
+    steps = replace(recipe, schedule="multistep", drops=(3, 6))
+    assert [rates(steps, epoch).lr for epoch in (0, 2.9, 3, 6, 9.9)] == pytest.approx([0.4, 0.4, 0.04, 0.004, 0.004])
+    assert rates(replace(recipe, schedule="constant"), 7).lr == 0.4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epochs": 0}, "epochs must be above 0, got 0"),
+        ({"momentum": 1.0}, "momentum must be from 0 to below 1, got 1.0"),
+        ({"schedule": "multistep"}, "drops belong to the multistep schedule"),
+        ({"schedule": "multistep", "drops": (5, 20)}, r"drops must be ascending epochs below 2, got \(5, 20\)"),
+        ({"depth": 9}, "depth is for wide_resnet and must be 6 n"),
+        ({"ema": 1.5}, "ema must be between 0 and 1"),
+        ({"label_smoothing": 0.1, "mixup": "input"}, "label_smoothing goes with cross_entropy"),
+        ({"sync_stats": True, "norm": "lrn"}, "sync_stats is for balnorm and batchnorm, not for lrn"),
+    ],
+)
+def test_bad_recipes_fail_before_anything_is_written(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        train(replace(SMALL, **change), tmp_path / "run", show=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_that_is_too_large_fails_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="batch_size must be from 1 to 640 for 640 images, got 1000"):
+        train(replace(SMALL, batch_size=1000), tmp_path / "run", show=False)
+    assert not (tmp_path / "run").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A run
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    train(SMALL, folder, show=False)
+    return folder
+
+
+def test_a_run_is_a_folder(whole):
+    assert {path.name for path in whole.iterdir()} == {
+        *("config.json", "environment.json", "metrics.jsonl", "tensorboard"),
+        *("checkpoint.pt", "checkpoint.pt.previous"),
+    }
+    assert Run(whole).recipe() == SMALL
+    (start,) = json.loads((whole / "environment.json").read_text())
+    assert {"torch", "balnorm", "commit", "processor", "threads", "started"} <= start.keys()
+    records = Run(whole).records()
+    assert [record["epoch"] for record in records] == [1, 2]
+    assert records[1].keys() == {
+        *("epoch", "lr", "momentum", "train_loss", "train_accuracy", "test_loss", "test_accuracy"),
+        *("seconds", "peak_memory"),
+    }
+    assert records[1]["test_loss"] < records[0]["test_loss"]
+    assert list((whole / "tensorboard").iterdir())
+
+
+def test_a_run_repeats_bit_for_bit(whole, tmp_path):
+    train(SMALL, tmp_path / "again", show=False)
+    assert_same(whole, tmp_path / "again")
+    train(replace(SMALL, seed=1), tmp_path / "other", show=False)
+    assert results(tmp_path / "other") != results(whole)
+
+
+def test_a_finished_run_stays_as_it_is(whole):
+    before = (whole / "metrics.jsonl").read_bytes()
+    train(SMALL, whole, show=False)
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"norm": "batchnorm", "label_smoothing": 0.1},
+        {"norm": "batchrenorm", "clip_norm": 1.0},
+        {"mixup": "manifold", "loss": "bce"},
+        {"mixup": "input", "precision": "bfloat16"},
+        {"ema": 0.9, "schedule": "onecycle"},
+        {"norm": "balnorm-quarter", "schedule": "multistep", "drops": (1,)},
+    ],
+    ids=lambda change: ", ".join(f"{name}={value}" for name, value in change.items()),
+)
+def test_options_train_and_resume(tmp_path, change):
+    recipe = replace(SMALL, **change)
+    train(recipe, tmp_path / "whole", show=False)
+    assert results(tmp_path / "whole")[-1]["test_loss"] < 2.4
+    stop_after(recipe, tmp_path / "parts", 13)
+    train(recipe, tmp_path / "parts", show=False)
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+def stop_after(recipe, folder, steps):
+    """Train for so many steps, with a checkpoint at each, and stop as if the power had failed."""
+    from balnorm.training.trainer import Trainer
+
+    class PowerFailure(Exception):  # noqa: N818
+        pass
+
+    step, count = Trainer.step, 0
+
+    def failing(self, *arguments):
+        nonlocal count
+        count += 1
+        if count > steps:
+            raise PowerFailure
+        return step(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "step", failing)
+        with pytest.raises(PowerFailure):
+            train(recipe, folder, show=False, checkpoint_steps=1)
+
+
+def test_a_diverged_run_is_a_result(tmp_path):
+    recipe = replace(SMALL, norm="none", lr=1e6, schedule="constant", epochs=5)
+    train(recipe, tmp_path / "run", show=False)
+    record = Run(tmp_path / "run").records()[-1]
+    assert record["diverged"]
+    assert "test_accuracy" not in record
+    assert len(Run(tmp_path / "run").records()) < 5
+    train(recipe, tmp_path / "run", show=False)  # it is finished, and stays so
+    json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
+
+
+def test_images_in_folders_train(tmp_path):
+    from PIL import Image
+
+    for split in ("train", "val"):
+        for label, colour in enumerate(("red", "blue")):
+            (tmp_path / "images" / split / colour).mkdir(parents=True)
+            for i in range(8):
+                pixels = (200 - 10 * i, 20, 10 * i) if label == 0 else (10 * i, 20, 200 - 10 * i)
+                Image.new("RGB", (40, 40), pixels).save(tmp_path / "images" / split / colour / f"{i}.png")
+    recipe = replace(get_recipe("folder"), epochs=2, batch_size=4, width=4, image_size=32, workers=0, lr=0.01)
+    records = train(recipe, tmp_path / "run", root=tmp_path / "images", show=False)
+    assert records[-1]["test_accuracy"] > 0.5
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Killed, interrupted, changed
+# --------------------------------------------------------------------------------------------------------------------
+
+KILLER = """
+import os, random, signal, sys, time
+import balnorm.recipes, balnorm.training.trainer, sklearn.datasets, torch.utils.tensorboard
+from dataclasses import replace
+import torch
+torch.set_num_threads(1)
+recipe = replace(balnorm.recipes.get_recipe("digits"), width=4, epochs=4, train_limit=640, test_limit=100)
+out, seed = sys.argv[1], int(sys.argv[2])
+random.seed(seed)
+kills = attempts = 0
+while True:
+    attempts += 1
+    child = os.fork()
+    if child == 0:
+        balnorm.training.trainer.train(recipe, out, show=False, checkpoint_steps=2)
+        os._exit(0)
+    if kills < 10:
+        time.sleep(random.uniform(0.05, 0.45))
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        kills += 1
+    elif os.waitstatus_to_exitcode(status) == 0:
+        break
+    else:
+        sys.exit("a child failed")
+    if attempts > 60:
+        sys.exit("no progress")
+print(kills)
+"""
+
+
+def test_killed_ten_times_and_the_same_result(tmp_path):
+    recipe = replace(SMALL, epochs=4)
+    train(recipe, tmp_path / "whole", show=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KILLER, str(tmp_path / "killed"), "7"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 5, "the run was over before it was killed often enough"
+    assert_same(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, whole):
+    process = balnorm("train", "digits", *OPTIONS, "--epochs", "200", "--out", str(tmp_path / "run"))
+    for _ in range(600):
+        if (tmp_path / "run" / "metrics.jsonl").exists() and Run(tmp_path / "run").records():
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "the same command goes on from there" in errors
+    assert "Traceback" not in errors
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")[1] is None
+
+
+def test_a_changed_recipe_is_refused_by_name(whole):
+    with pytest.raises(RunError, match=r"another recipe \(lr: 0.2, was 0.1; epochs: 3, was 2\)|epochs: 3, was 2; lr"):
+        train(replace(SMALL, lr=0.2, epochs=3), whole, show=False)
+    process = balnorm("train", "digits", *OPTIONS, "--norm", "none", "--out", str(whole))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "norm: 'none', was 'balnorm'" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(RunError, match="is not empty and holds no run"):
+        train(SMALL, tmp_path, show=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Damaged files
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch hacked",)
+
+
+def damaged(kind, good):
+    if kind == "truncated":
+        return good[: len(good) // 2]
+    if kind == "changed":
+        return good[:-100] + bytes([good[-100] ^ 1]) + good[-99:]
+    if kind == "empty":
+        return b""
+    if kind == "foreign":
+        return b"PK\x03\x04 something else"
+    import hashlib
+
+    payload = pickle.dumps(Hostile())
+    return good.split(b"\n")[0] + b"\n" + hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
+
+
+@pytest.mark.parametrize("kind", ["truncated", "changed", "empty", "foreign", "hostile"])
+def test_damaged_checkpoints_fall_back_to_the_one_before(tmp_path, monkeypatch, whole, kind):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    stop_after(SMALL, folder, 13)
+    path = folder / "checkpoint.pt"
+    path.write_bytes(damaged(kind, path.read_bytes()))
+    state, problem = load_checkpoint(path)
+    assert state["position"]["step"] == 2  # the one before: 10 steps of the first epoch, then 2
+    assert "going on from the one before" in problem
+    assert "\n" not in problem
+    train(SMALL, folder, show=False)
+    assert_same(folder, whole)
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_no_good_checkpoint_is_one_sentence(tmp_path):
+    for name in ("checkpoint.pt", "checkpoint.pt.previous"):
+        (tmp_path / name).write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint of balnorm.*delete the folder to start again"):
+        load_checkpoint(tmp_path / "checkpoint.pt")
+    assert load_checkpoint(tmp_path / "nothing.pt") is None
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint.pt"
+    for step in range(2):
+        save_checkpoint(path, {"step": step})
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for _ in range(2):
+        with pytest.raises(
+            CheckpointError, match=r"could not write .* \(No space left on device\); what was saved before"
+        ):
+            save_checkpoint(path, {"step": 9})
+    assert load_checkpoint(path) == ({"step": 1}, None)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_really_full_disk(tmp_path, whole):
+    """A file system of one megabyte, where we may make one."""
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=False, capture_output=True
+    ).returncode:
+        pytest.skip("no permission to mount")
+    try:
+        path = tmp_path / "checkpoint.pt"
+        save_checkpoint(path, {"step": 1, "weights": torch.zeros(50_000)})
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save_checkpoint(path, {"step": 2, "weights": torch.zeros(400_000)})
+        state, problem = load_checkpoint(path)
+        assert (state["step"], problem) == (1, None)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_metrics_survive_a_line_that_broke_off(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"epoch": 1}\n{"epoch": 2}\n{"epo')
+    assert [record["epoch"] for record in read_metrics(path)] == [1, 2]
+    path.write_text('{"epoch": 1}\nnonsense\n{"epoch": 2}\n')
+    with pytest.raises(RunError, match="line 2 is not JSON"):
+        read_metrics(path)
+
+
+def test_atomic_writes_leave_the_old_file_or_the_new_one(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Several processes
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def torchrun(*arguments, restarts=0):
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += ["--max-restarts", str(restarts), "--monitor-interval", "0.2", "-m", "balnorm", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_two_processes_give_the_result_of_one(tmp_path):
+    alone = replace(SMALL, sync_stats=True)
+    train(alone, tmp_path / "one", show=False)
+    process = torchrun(
+        "train", "digits", *OPTIONS, "--batch-size", "32", "--sync-stats", "--out", str(tmp_path / "two")
+    )
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    for one, two in zip(results(tmp_path / "one"), results(tmp_path / "two"), strict=True):
+        assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-3)
+        assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-2)
+    with pytest.raises(RunError, match="another recipe"):
+        train(alone, tmp_path / "two", show=False)
+
+
+def test_a_killed_process_ends_the_job_and_a_restart_resumes_it(tmp_path):
+    arguments = ["train", "digits", *OPTIONS, "--epochs", "12", "--batch-size", "32", "--checkpoint-steps", "5"]
+    process = torchrun(*arguments, "--out", str(tmp_path / "whole"))
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    process = torchrun(*arguments, "--out", str(tmp_path / "killed"), restarts=2)
+    for _ in range(600):
+        if (tmp_path / "killed" / "metrics.jsonl").exists() and Run(tmp_path / "killed").records():
+            break
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "going on with" in output
+    assert_same(tmp_path / "whole", tmp_path / "killed")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The command
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line(tmp_path):
+    process = balnorm("train", "digits", *OPTIONS, "--norm", "groupnorm", "--seed", "3", cwd=tmp_path)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "digits groupnorm seed 3  epoch 2/2  train loss" in output
+    assert Run(tmp_path / "runs" / "digits-groupnorm-3").recipe().norm == "groupnorm"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--help"], 0, "balnorm train digits --norm batchnorm --seed 3 --out runs/a"),
+        (["train", "--help"], 0, "recipes:"),
+        ([], 2, "usage: balnorm train RECIPE"),
+        (["train", "digit"], 2, "the recipe must be one of digits, "),
+        (["train", "digits", "--epoch", "3"], 2, "Perhaps you meant"),
+        (["train", "digits", "--lr", "fast"], 2, "could not convert string to float: 'fast'"),
+        (["train", "digits", "--norm", "batch"], 2, "balnorm-two-pass"),
+        (["train", "digits", "--epochs", "0"], 2, "epochs must be above 0, got 0"),
+        (["train", "cifar10-desk", "--root", "nowhere"], 1, "balnorm data get cifar10 --root nowhere"),
+    ],
+)
+def test_mistakes_on_the_command_line(tmp_path, monkeypatch, capsys, arguments, code, message):
+    from balnorm.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == code
+    output = capsys.readouterr()
+    assert message in (output.out if code == 0 else output.err + output.out)
+    assert "Traceback" not in output.err
+
+
+def test_help_imports_no_torch():
+    program = """if True:
+        import sys
+        from balnorm.cli import main
+        assert main(["train", "digits", "--help"]) == 0
+        assert "torch" not in sys.modules and "numpy" not in sys.modules
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
