@@ -105,3 +105,18 @@ def test_networks_compile_and_trace():
     x = torch.rand(2, 3, 16, 16)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert torch.allclose(compiled(x), model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["wide_resnet", "preact_resnet18", "preact_resnet50"])
+def test_identity_shortcuts_take_the_raw_input_and_projections_the_activated_one(name):
+    model = create_model(name, "none", width=4)
+    blocks = [block for block in model.modules() if hasattr(block, "shortcut")]
+    assert {block.shortcut is None for block in blocks} == {True, False}
+    for block in blocks:
+        last = [
+            module for module in block.children() if isinstance(module, nn.Conv2d) and module is not block.shortcut
+        ][-1]
+        nn.init.zeros_(last.weight)
+        x = torch.randn(2, block.conv1.in_channels, 8, 8)
+        expected = x if block.shortcut is None else block.shortcut(x.relu())
+        assert torch.equal(block(x), expected)
