@@ -1,5 +1,7 @@
 """Training: from a recipe to a finished run, and what happens when it is killed, damaged or interrupted."""
 
+import hashlib
+import io
 import json
 import os
 import pickle
@@ -113,6 +115,8 @@ def test_schedules():
         ({"schedule": "multistep", "drops": (5, 20)}, r"drops must be ascending epochs below 2, got \(5, 20\)"),
         ({"depth": 9}, "depth is for wide_resnet and must be 6 n"),
         ({"ema": 1.5}, "ema must be between 0 and 1"),
+        ({"lr": float("inf")}, "lr must be finite, got inf"),
+        ({"seed": -1}, r"seed must be from 0 to below 2\*\*63, got -1"),
         ({"label_smoothing": 0.1, "mixup": "input"}, "label_smoothing goes with cross_entropy"),
         ({"sync_stats": True, "norm": "lrn"}, "sync_stats is for balnorm and batchnorm, not for lrn"),
     ],
@@ -212,6 +216,26 @@ def stop_after(recipe, folder, steps):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "step", failing)
+        with pytest.raises(PowerFailure):
+            train(recipe, folder, show=False, checkpoint_steps=1)
+
+
+def stop_while_saving(recipe, folder):
+    """Stop between the two renames of the first save: the last good checkpoint must not be lost then."""
+
+    class PowerFailure(Exception):  # noqa: N818
+        pass
+
+    replace_, names = os.replace, []
+
+    def failing(source, target):
+        if Path(target).name == "checkpoint.pt":
+            raise PowerFailure
+        names.append(Path(target).name)
+        replace_(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", failing)
         with pytest.raises(PowerFailure):
             train(recipe, folder, show=False, checkpoint_steps=1)
 
@@ -324,6 +348,38 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_results_without_a_checkpoint_are_not_overwritten(tmp_path):
+    """Deleting checkpoints to make room, and giving the command again, wiped the metrics."""
+    train(SMALL, tmp_path / "run", show=False)
+    for path in (tmp_path / "run").glob("checkpoint*"):
+        path.unlink()
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(RunError, match="has results and no checkpoint to go on from"):
+        train(SMALL, tmp_path / "run", show=False)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_one_folder_is_for_one_process(tmp_path, whole):
+    """Two starts of the same command wrote every epoch twice."""
+    with Run(whole).alone():
+        process = balnorm("train", "digits", *OPTIONS, "--out", str(whole))
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "is being trained by another process" in errors
+
+
+def test_devices():
+    from balnorm.training.processes import processes
+
+    for device, message in (("cuda", "torch sees no GPU"), ("tpu9", "device must be such as cpu, cuda or cuda:1")):
+        if device == "cuda" and torch.cuda.is_available():
+            continue
+        with pytest.raises(ValueError, match=message), processes(device):
+            pass
+    with pytest.raises(ValueError, match="needs GPUs"):
+        train(replace(SMALL, norm="batchnorm", sync_stats=True), "nowhere", device="cpu", show=False)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Damaged files
 # --------------------------------------------------------------------------------------------------------------------
@@ -343,23 +399,27 @@ def damaged(kind, good):
         return b""
     if kind == "foreign":
         return b"PK\x03\x04 something else"
-    import hashlib
-
     payload = pickle.dumps(Hostile())
+    if kind == "of another run":
+        buffer = io.BytesIO()
+        torch.save({"weights": torch.zeros(3)}, buffer)
+        payload = buffer.getvalue()
     return good.split(b"\n")[0] + b"\n" + hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
 
 
-@pytest.mark.parametrize("kind", ["truncated", "changed", "empty", "foreign", "hostile"])
+@pytest.mark.parametrize("kind", ["truncated", "changed", "empty", "foreign", "of another run", "hostile"])
 def test_damaged_checkpoints_fall_back_to_the_one_before(tmp_path, monkeypatch, whole, kind):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"
     stop_after(SMALL, folder, 13)
     path = folder / "checkpoint.pt"
     path.write_bytes(damaged(kind, path.read_bytes()))
-    state, problem = load_checkpoint(path)
-    assert state["position"]["step"] == 2  # the one before: 10 steps of the first epoch, then 2
-    assert "going on from the one before" in problem
-    assert "\n" not in problem
+    if kind != "of another run":
+        state, problem = load_checkpoint(path)
+        assert state["position"]["step"] == 2  # the one before: 10 steps of the first epoch, then 2
+        assert "going on from the one before" in problem
+        assert "\n" not in problem
+    stop_while_saving(SMALL, folder)
     train(SMALL, folder, show=False)
     assert_same(folder, whole)
     assert not (tmp_path / "hacked").exists()
@@ -408,6 +468,19 @@ def test_a_really_full_disk(tmp_path, whole):
         subprocess.run(["umount", tmp_path], check=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "contents", "message"),
+    [("config.json", "[]", "cannot be read"), ("metrics.jsonl", '{"epoch": "x"}\n', "is not a record of an epoch")],
+)
+def test_files_that_hold_something_else_are_named(tmp_path, name, contents, message):
+    train(SMALL, tmp_path / "run", show=False)
+    (tmp_path / "run" / "environment.json").write_text("5")
+    train(SMALL, tmp_path / "run", show=False)
+    (tmp_path / "run" / name).write_text(contents)
+    with pytest.raises(RunError, match=message):
+        train(SMALL, tmp_path / "run", show=False)
+
+
 def test_metrics_survive_a_line_that_broke_off(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"epoch": 1}\n{"epoch": 2}\n{"epo')
@@ -453,7 +526,9 @@ def test_two_processes_give_the_result_of_one(tmp_path):
 
 
 def test_a_killed_process_ends_the_job_and_a_restart_resumes_it(tmp_path):
+    """With an average of weights and statistics, and with a checkpoint at the last of an epoch's ten steps."""
     arguments = ["train", "digits", *OPTIONS, "--epochs", "12", "--batch-size", "32", "--checkpoint-steps", "5"]
+    arguments += ["--norm", "batchnorm", "--ema", "0.9"]
     process = torchrun(*arguments, "--out", str(tmp_path / "whole"))
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
@@ -494,6 +569,7 @@ def test_the_command_line(tmp_path):
         (["train", "digits", "--lr", "fast"], 2, "could not convert string to float: 'fast'"),
         (["train", "digits", "--norm", "batch"], 2, "balnorm-two-pass"),
         (["train", "digits", "--epochs", "0"], 2, "epochs must be above 0, got 0"),
+        (["train", "digits", "--checkpoint-steps", "0"], 1, "checkpoint_steps must be at least 1, got 0"),
         (["train", "cifar10-desk", "--root", "nowhere"], 1, "balnorm data get cifar10 --root nowhere"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,13 +97,15 @@ def _train(recipe: Recipe, where: Where) -> int:
             show=not where.quiet,
         )
     except Interrupted as stop:
-        return _fail(stop, 130)
+        return _fail(stop, 130) if os.environ.get("RANK", "0") == "0" else 130
+    except KeyboardInterrupt:
+        return _fail("stopped; the same command goes on from what was saved last", 130)
     except (CheckpointError, DataError, RunError, ValueError, OSError) as error:
         return _fail(error, 1)
     return 0
 
 
-def _fail(error: Exception, code: int) -> int:
+def _fail(error: Exception | str, code: int) -> int:
     print(f"balnorm: {error}", file=sys.stderr)
     return code
 

@@ -6,13 +6,13 @@ import contextlib
 import hashlib
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["CheckpointError", "load_checkpoint", "save_checkpoint", "write_atomically"]
+__all__ = ["CheckpointError", "load_checkpoint", "save_checkpoint", "set_aside", "write_atomically"]
 
 _MAGIC = b"balnorm checkpoint 1\n"
 
@@ -40,11 +40,13 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
         ) from error
 
 
-def load_checkpoint(path: Path) -> tuple[dict[str, Any], str | None] | None:
+def load_checkpoint(
+    path: Path, reject: Callable[[dict[str, Any]], str | None] = lambda _: None
+) -> tuple[dict[str, Any], str | None] | None:
     """The state in ``path``, or in the one before where that is damaged, with a sentence on what happened.
 
     ``None`` where there is neither. Nothing in a file is executed. Raises a :class:`CheckpointError` if there are files
-    and none is good.
+    and none is good. ``reject`` may say why a state is not the one wanted.
     """
     problems = []
     for candidate in (path, _previous(path)):
@@ -52,6 +54,8 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Any], str | None] | None:
             continue
         try:
             state = _read(candidate)
+            if reason := reject(state):
+                raise CheckpointError(f"{candidate} {reason}")
         except CheckpointError as error:
             problems.append(str(error))
             continue
@@ -59,6 +63,12 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Any], str | None] | None:
     if problems:
         raise CheckpointError(f"{'; '.join(problems)}: delete the folder to start again")
     return None
+
+
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint: else the next one to be saved would take it for the last good one."""
+    if path.exists():
+        os.replace(path, path.with_name(path.name + ".damaged"))
 
 
 def _read(path: Path) -> dict[str, Any]:

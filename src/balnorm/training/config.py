@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -45,7 +46,7 @@ Precision = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """An experiment. Two runs with equal recipes on the same machine give the same numbers, bit for bit."""
+    """An experiment. Two runs of a recipe on one machine, with the same number of threads, give the same numbers."""
 
     name: str
     """What the recipe is called."""
@@ -89,7 +90,7 @@ class Recipe:
     precision: Precision = "float32"
     compile: bool = False
     sync_stats: bool = False
-    """Statistics of all processes together, rather than of each."""
+    """Statistics of all processes together, rather than of each; for batchnorm on GPUs only."""
     train_limit: int | None = None
     """Train on so many images, of all classes alike."""
     test_limit: int | None = None
@@ -115,11 +116,16 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value}")
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be from 0 to below 2**63, got {self.seed}")
         for name, limit in {"momentum": 1.0, "label_smoothing": 1.0}.items():
             if not 0.0 <= getattr(self, name) < limit:
                 raise ValueError(f"{name} must be from 0 to below {limit:g}, got {getattr(self, name)}")
-        if self.weight_decay < 0 or self.padding < 0 or self.workers < 0 or self.seed < 0:
-            raise ValueError("weight_decay, padding, workers and seed must not be negative")
+        if self.weight_decay < 0 or self.padding < 0 or self.workers < 0:
+            raise ValueError("weight_decay, padding and workers must not be negative")
         if self.ema is not None and not 0.0 < self.ema < 1.0:
             raise ValueError(f"ema must be between 0 and 1, got {self.ema}")
         if list(self.drops) != sorted(set(self.drops)) or any(not 0 < drop < self.epochs for drop in self.drops):
@@ -136,6 +142,8 @@ class Recipe:
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Recipe:
         """The recipe that :func:`dataclasses.asdict` took apart, as read from JSON."""
+        if not isinstance(values, dict):
+            raise ValueError("not the fields of a recipe")
         known = {field.name for field in fields(Recipe)}
         if unknown := sorted(values.keys() - known):
             raise ValueError(f"a recipe has no {', '.join(unknown)}")

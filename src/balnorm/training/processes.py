@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -44,6 +45,12 @@ class Processes:
             return list(values)
         return [count > 0 for count in self.sum(torch.tensor(values, dtype=torch.float32, device=self.device)).tolist()]
 
+    def share_buffers(self, module: nn.Module) -> None:
+        """Give all processes the first one's running statistics: DDP does so only before a forward pass in training."""
+        if self.world > 1:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, 0)
+
     def wait(self) -> None:
         """Until all are here."""
         if self.world > 1:
@@ -55,9 +62,7 @@ def processes(device: str | None = None) -> Iterator[Processes]:
     """The processes that torchrun has started, connected (nccl on GPUs, gloo elsewhere); or just this one."""
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    if device is None:
-        device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
+    place = _place(device, local, world)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     if world == 1:
@@ -72,3 +77,21 @@ def processes(device: str | None = None) -> Iterator[Processes]:
         yield Processes(rank, world, place)
     finally:
         dist.destroy_process_group()
+
+
+def _place(device: str | None, local: int, world: int) -> torch.device:
+    """The device that was asked for, or a GPU if there is one; each process of a machine has its own."""
+    if device is None:
+        return torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device must be such as cpu, cuda or cuda:1, got {device!r}") from None
+    if place.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device {device!r} is not here: torch sees no GPU")
+        if place.index is None:
+            return torch.device("cuda", local)
+        if world > 1:
+            raise ValueError(f"give device cuda, not {device!r}, for several processes: each takes its own GPU")
+    return place

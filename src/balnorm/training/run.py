@@ -7,6 +7,8 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -56,6 +58,21 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write(self.config, asdict(recipe))
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from training in this folder meanwhile, where the system can lock files."""
+        try:
+            import fcntl
+        except ImportError:
+            yield
+            return
+        with self.config.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise RunError(f"{self.folder} is being trained by another process") from None
+            yield
+
     def recipe(self) -> Recipe:
         try:
             return Recipe.from_dict(json.loads(self.config.read_text()))
@@ -70,6 +87,7 @@ class Run:
                 starts = json.loads(self.environment.read_text())
             except ValueError:
                 starts = []
+        starts = starts if isinstance(starts, list) else []
         self._write(self.environment, [*starts, {**environment(), **more}])
 
     def records(self) -> list[dict[str, Any]]:
@@ -107,7 +125,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if number == len(lines) - 1:
                 break
             raise RunError(f"{path}, line {number + 1} is not JSON") from error
-        if not isinstance(record, dict) or "epoch" not in record:
+        if not isinstance(record, dict) or not isinstance(record.get("epoch"), int):
             raise RunError(f"{path}, line {number + 1} is not a record of an epoch")
         records.append(record)
     return records

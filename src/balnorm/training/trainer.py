@@ -34,7 +34,7 @@ from balnorm.layers import BalNormLayer
 from balnorm.models import create_model
 from balnorm.norms import NORMS, set_progress
 from balnorm.surgery import param_groups
-from balnorm.training.checkpoint import load_checkpoint, save_checkpoint
+from balnorm.training.checkpoint import load_checkpoint, save_checkpoint, set_aside
 from balnorm.training.config import Recipe
 from balnorm.training.processes import Processes, processes
 from balnorm.training.progress import Progress
@@ -75,8 +75,11 @@ def train(
         show: whether to print progress.
     """
     recipe.check()
+    if checkpoint_steps is not None and checkpoint_steps < 1:
+        raise ValueError(f"checkpoint_steps must be at least 1, got {checkpoint_steps}")
     run = Run(out)
     run.check(recipe)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     title = f"{recipe.name} {recipe.norm} seed {recipe.seed}"
     with processes(device) as team, Progress(title, recipe.epochs, show and team.first) as progress:
         trainer = Trainer(recipe, run, team, progress, Path(root))
@@ -84,7 +87,8 @@ def train(
         if team.first:
             run.create(recipe)
         team.wait()
-        trainer.fit()
+        with run.alone() if team.first else contextlib.nullcontext():
+            trainer.fit()
         return run.records()
 
 
@@ -240,6 +244,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Loss and accuracy on the test set, each image counted once, whatever the number of processes."""
         model = self.model if self.averaged is None else self.averaged
+        self.team.share_buffers(model)
         model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.team.device)
         for images, labels in self.test_loader.epoch():
@@ -270,7 +275,7 @@ class Trainer:
         save_checkpoint(
             self.run.checkpoint,
             {
-                "recipe": {**asdict(self.recipe), "drops": list(self.recipe.drops)},
+                "recipe": self.recipe_as_saved(),
                 "world": self.team.world,
                 "position": {**vars(self.at), "seconds": self.at.seconds + seconds, "sums": sums},
                 "model": self.model.state_dict(),
@@ -283,20 +288,27 @@ class Trainer:
 
     def resume(self) -> None:
         """Take up the state of the folder's checkpoint, if it has one."""
-        found = load_checkpoint(self.run.checkpoint)
+        found = load_checkpoint(self.run.checkpoint, self.reject)
+        if found is None and len(self.run.records()) > 1:
+            raise RunError(
+                f"{self.run.folder} has results and no checkpoint to go on from: move it away to start again"
+            )
+        if found is not None and found[0]["world"] != self.team.world:
+            raise RunError(
+                f"{self.run.folder} was started with {found[0]['world']} processes and goes on with as many, not with "
+                f"{self.team.world}"
+            )
+        self.team.wait()  # until all have read what the first may change
         if self.team.first:
             self.run.note_environment(world=self.team.world, device=str(self.team.device), resumed=found is not None)
             self.run.keep_records(0 if found is None else found[0]["position"]["epoch"])
         if found is None:
             return
         state, problem = found
-        if state["world"] != self.team.world:
-            raise RunError(
-                f"{self.run.folder} was started with {state['world']} processes and goes on with as many, not with "
-                f"{self.team.world}"
-            )
         if problem is not None:
             self.progress.say(problem)
+            if self.team.first:
+                set_aside(self.run.checkpoint)
         self.at = Position(**state["position"])
         share = 1.0 if self.team.first else 0.0  # the first process carries on with the sums of all
         self.at.sums = self.at.sums.to(self.team.device) * share
@@ -311,12 +323,24 @@ class Trainer:
         if not self.at.finished:
             self.progress.say(f"going on with {self.run.folder} at epoch {self.at.epoch + 1}, step {self.at.step}")
 
+    def reject(self, state: dict[str, Any]) -> str | None:
+        """Why a checkpoint is not one of this run."""
+        if state.keys() != {"recipe", "world", "position", "model", "averaged", "optimizer", "scaler", "rng"}:
+            return "holds something else than the state of a run"
+        if state["recipe"] != self.recipe_as_saved():
+            return "is of a run with another recipe"
+        return None
+
+    def recipe_as_saved(self) -> dict[str, Any]:
+        return {**asdict(self.recipe), "drops": list(self.recipe.drops)}
+
     @contextlib.contextmanager
     def noticing_interrupts(self) -> Iterator[None]:
-        """Ctrl-C is answered at the end of the step."""
+        """Ctrl-C is answered after some steps; a second one at once."""
 
         def notice(*_: object) -> None:
             self.interrupted = True
+            signal.signal(signal.SIGINT, before)
 
         try:
             before = signal.signal(signal.SIGINT, notice)
@@ -389,6 +413,8 @@ def make_model(recipe: Recipe, team: Processes, channels: int, classes: int) -> 
     model = create_model(recipe.model, recipe.norm, classes, in_channels=channels, **options)
     if recipe.sync_stats:
         if recipe.norm == "batchnorm":
+            if team.device.type == "cpu":
+                raise ValueError("sync_stats for batchnorm is torch's SyncBatchNorm, which needs GPUs")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         for module in model.modules():
             if isinstance(module, BalNormLayer):
