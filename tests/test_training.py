@@ -605,6 +605,13 @@ def test_data_commands(tmp_path, capsys):
     assert main(["data", "delete", "mnist"]) == 2
 
 
+def test_without_the_extra_the_command_says_what_to_install():
+    program = "import sys; sys.modules['tyro'] = None; from balnorm.__main__ import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "balnorm: the command line needs tyro: pip install 'balnorm[study]'\n"
+
+
 def test_help_imports_no_torch():
     program = """if True:
         import sys

@@ -1,7 +1,21 @@
-"""``python -m balnorm`` is the command ``balnorm``."""
+"""The command ``balnorm``, also as ``python -m balnorm``."""
+
+from __future__ import annotations
 
 import sys
 
-from balnorm.cli import main
+__all__ = ["main"]
 
-sys.exit(main())
+
+def main() -> int:
+    """Run the command line, if what it needs is installed."""
+    try:
+        from balnorm.cli import main as run
+    except ModuleNotFoundError as error:
+        print(f"balnorm: the command line needs {error.name}: pip install 'balnorm[study]'", file=sys.stderr)
+        return 1
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
