@@ -82,8 +82,7 @@ def train(
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     title = f"{recipe.name} {recipe.norm} seed {recipe.seed}"
     with processes(device) as team, Progress(title, recipe.epochs, show and team.first) as progress:
-        trainer = Trainer(recipe, run, team, progress, Path(root))
-        trainer.checkpoint_steps, trainer.checkpoint_minutes = checkpoint_steps, checkpoint_minutes
+        trainer = Trainer(recipe, run, team, progress, Path(root), checkpoint_steps, checkpoint_minutes)
         if team.first:
             run.create(recipe)
         team.wait()
@@ -107,11 +106,18 @@ class Position:
 class Trainer:
     """The state of a run and its loop."""
 
-    checkpoint_steps: int | None = None
-    checkpoint_minutes: float | None = None
-
-    def __init__(self, recipe: Recipe, run: Run, team: Processes, progress: Progress, root: Path) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: Run,
+        team: Processes,
+        progress: Progress,
+        root: Path,
+        checkpoint_steps: int | None,
+        checkpoint_minutes: float | None,
+    ) -> None:
         self.recipe, self.run, self.team, self.progress = recipe, run, team, progress
+        self.checkpoint_steps, self.checkpoint_minutes = checkpoint_steps, checkpoint_minutes
         self.train_loader, self.test_loader, channels, classes = make_loaders(recipe, team, root)
         torch.manual_seed(recipe.seed)
         self.model = make_model(recipe, team, channels, classes)
