@@ -12,32 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from balnorm.flow import Call, Flow
-from balnorm.layers import (
-    BalNormConv1d,
-    BalNormConv2d,
-    BalNormConv3d,
-    BalNormConvTranspose1d,
-    BalNormConvTranspose2d,
-    BalNormConvTranspose3d,
-    BalNormLayer,
-    BalNormLinear,
-)
+from balnorm.layers import BALANCED, BalNormLayer
 
-__all__ = ["BALANCED", "Attribution", "Partner", "is_batch_norm", "is_norm_act"]
-
-BALANCED: dict[type[nn.Module], type[BalNormLayer]] = {
-    layer.plain: layer
-    for layer in (
-        BalNormConv1d,
-        BalNormConv2d,
-        BalNormConv3d,
-        BalNormConvTranspose1d,
-        BalNormConvTranspose2d,
-        BalNormConvTranspose3d,
-        BalNormLinear,
-    )
-}
-"""The balanced layer for each of torch's layers."""
+__all__ = ["Attribution", "Partner", "is_batch_norm", "is_norm_act"]
 
 # The dimensions of the weights that a norm can follow: 2 for a linear layer, 4 for a 2d convolution.
 _WEIGHT_DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {

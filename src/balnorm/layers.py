@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 __all__ = [
+    "BALANCED",
     "BalNormConv1d",
     "BalNormConv2d",
     "BalNormConv3d",
@@ -545,6 +546,20 @@ class BalNormLinear(BalNormLayer, nn.Linear):  # type: ignore[misc]  # torch doe
     def forward(self, input: Tensor) -> Tensor:
         return BF.bal_linear(input, self.weight, self.bias, self.gain, **self._statistics())
 
+
+BALANCED: dict[type[nn.Module], type[BalNormLayer]] = {
+    layer.plain: layer
+    for layer in (
+        BalNormConv1d,
+        BalNormConv2d,
+        BalNormConv3d,
+        BalNormConvTranspose1d,
+        BalNormConvTranspose2d,
+        BalNormConvTranspose3d,
+        BalNormLinear,
+    )
+}
+"""The balanced layer for each of torch's layers."""
 
 _MASS_OPTIONS = ("stats_fraction", "signed_input", "sync_stats", "process_group")
 

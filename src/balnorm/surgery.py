@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from balnorm.attribution import BALANCED, Attribution, Partner, is_batch_norm, is_norm_act
+from balnorm.attribution import Attribution, Partner, is_batch_norm, is_norm_act
 from balnorm.flow import data_flow, input_of_batch, undisturbed
-from balnorm.layers import BalNormConv2d, BalNormLayer, LayerOptions
+from balnorm.layers import BALANCED, BalNormConv2d, BalNormLayer, LayerOptions
 from balnorm.tables import text_table
 
 if TYPE_CHECKING:
