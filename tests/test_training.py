@@ -226,12 +226,11 @@ def stop_while_saving(recipe, folder):
     class PowerFailure(Exception):  # noqa: N818
         pass
 
-    replace_, names = os.replace, []
+    replace_ = os.replace
 
     def failing(source, target):
         if Path(target).name == "checkpoint.pt":
             raise PowerFailure
-        names.append(Path(target).name)
         replace_(source, target)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -570,6 +569,7 @@ def test_the_command_line(tmp_path):
         (["--help"], 0, "balnorm train digits --norm batchnorm --seed 3 --out runs/a"),
         (["train", "--help"], 0, "recipes:"),
         ([], 2, "usage: balnorm train RECIPE"),
+        (["trian", "digits"], 2, "balnorm: there is no command 'trian': it is train or data"),
         (["train", "digit"], 2, "the recipe must be one of digits, "),
         (["train", "digits", "--epoch", "3"], 2, "Perhaps you meant"),
         (["train", "digits", "--lr", "fast"], 2, "could not convert string to float: 'fast'"),

@@ -84,6 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(error, 2)
     except SystemExit as stop:  # tyro has said what is wrong
         return int(stop.code or 0)
+    if given and given[0] not in ("train", "-h", "--help"):
+        return _fail(f"there is no command {given[0]!r}: it is train or data, and `balnorm --help` shows examples", 2)
     recipes = "\n".join(f"  {name:22}{_first_sentence(build.__doc__)}" for name, build in RECIPES.items())
     print(_USAGE.format(recipes=recipes), end="", file=sys.stdout if asked_for_help else sys.stderr)
     return 0 if asked_for_help else 2

@@ -75,11 +75,11 @@ class Recipe:
     """Of a wide ResNet, 6 n + 2; None is its own default, 20."""
 
     padding: int = 4
-    """Largest shift of an image in training, in pixels."""
+    """Largest shift of an image in training, in pixels; images from folders are cropped at random instead."""
     mixup: MixupKind = "none"
     """Mix images at the input, or ("manifold") also after the first and second stage."""
     alpha: float = 6.0
-    """Of mixup's Beta distribution."""
+    """Of mixup's Beta distribution, where there is mixup."""
     loss: Literal["cross_entropy", "bce"] = "cross_entropy"
     label_smoothing: float = 0.0
     clip_norm: float | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -434,8 +433,12 @@ def sums_of(loss: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([loss.double(), right.double(), right.new_tensor(len(labels)).double()])
 
 
-def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has used so far: on its GPU, or else in main memory."""
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes that this process has used so far: on its GPU, or else in main memory, where that is known."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
