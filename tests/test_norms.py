@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from balnorm import BalNormConv2d
 from balnorm.models import create_model
-from balnorm.norms import NORMS, BatchRenorm2d, MeanOnlyBatchNorm2d, get_norm, set_progress
+from balnorm.norms import NORMS, BatchRenorm2d, MeanOnlyBatchNorm2d, QuarterBatchNorm2d, get_norm, set_progress
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -66,6 +66,32 @@ def test_variants_of_balnorm():
     assert options("balnorm-position") == (True, "position", 1.0, "unit_variance")
     assert options("balnorm-quarter") == (True, "channel", 0.25, "unit_variance")
     assert options("balnorm-gain1") == (True, "channel", 1.0, 1.0)
+    assert options("balnorm-position-two-pass") == (False, "position", 1.0, "unit_variance")
+    assert options("balnorm-gain1-two-pass") == (False, "channel", 1.0, 1.0)
+    assert options("balnorm-gain1-position") == (True, "position", 1.0, 1.0)
+    assert options("balnorm-gain1-position-two-pass") == (False, "position", 1.0, 1.0)
+
+
+def test_batchnorm_of_a_quarter_is_batchnorm_where_the_quarters_are_alike():
+    """Then its output, gradients and running statistics are torch's, but for the count in the unbiased variance."""
+    quarter = torch.randn(3, 5, 4, 4, dtype=torch.float64)
+    x = torch.cat([quarter] * 4)
+    ours, theirs = QuarterBatchNorm2d(5).double(), nn.BatchNorm2d(5).double()
+    y, expected = ours(x), theirs(x)
+    assert torch.allclose(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    assert torch.allclose(ours.weight.grad, theirs.weight.grad)
+    assert torch.allclose(ours.running_mean, theirs.running_mean)
+    assert torch.allclose(ours.running_var - 0.9, (theirs.running_var - 0.9) * (191 / 192) * (48 / 47))
+
+
+def test_batchnorm_of_a_quarter_looks_at_the_first_quarter_only():
+    norm, x = QuarterBatchNorm2d(3).double(), torch.randn(8, 3, 2, 2, dtype=torch.float64)
+    changed = torch.cat([x[:2], x[2:] * 100 + 7])
+    assert torch.equal(norm(x)[:2], norm(changed)[:2])
+    assert torch.autograd.gradcheck(norm, x.requires_grad_())
+    assert QuarterBatchNorm2d(3)(torch.ones(1, 3, 1, 1)).isfinite().all()
 
 
 @pytest.mark.parametrize(("channels", "groups"), [(64, 32), (96, 32), (48, 16), (40, 8), (7, 1)])

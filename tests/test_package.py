@@ -18,11 +18,12 @@ PACKAGE = ROOT / "src" / "balnorm"
 # From the bottom up: a module, or a folder of them, imports only from those before it.
 LIBRARY = ["geometry", "composed", "fused", "functional", "init", "layers"]
 LIBRARY += ["tables", "flow", "attribution", "surgery", "diagnostics", "norms", "models"]
-BENCH = ["data", "training", "recipes", "cli", "__main__"]  # uses the library, and never the other way round
+BENCH = ["data", "training", "recipes", "study", "cli", "__main__"]  # uses the library, and never the other way round
 OTHERS = {
     "diagnostics": {"matplotlib"},  # only inside the function that draws
     "data": {"numpy", "scipy", "sklearn", "PIL", "rich", "torch"},
     "training": {"torch", "rich"},
+    "study": {"rich", "torch", "ray"},
     "cli": {"tyro"},
 }
 

@@ -21,7 +21,8 @@ from balnorm.models import MODELS
 from balnorm.norms import NORMS
 from balnorm.recipes import RECIPES, get_recipe
 from balnorm.training import config
-from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, write_atomically
+from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from balnorm.training.files import write_atomically
 from balnorm.training.run import Run, RunError, read_metrics
 from balnorm.training.schedules import rates
 from balnorm.training.trainer import train

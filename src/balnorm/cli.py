@@ -6,31 +6,77 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from balnorm.recipes import RECIPES, get_recipe
-from balnorm.training.config import Recipe
+from balnorm.training.config import NormName, Recipe
 
 __all__ = ["main"]
 
-_USAGE = """usage: balnorm train RECIPE [options]
+_USAGE = """usage: balnorm compare [RECIPE] [--norms ...] [--seeds N] [--out DIR] [options]
+       balnorm train RECIPE [options]
        balnorm data list|get|check [NAME] [--root DIR]
 
-Train a network as a recipe says. The same command again goes on with a run that was stopped.
+Compare normalisations over many seeds, or train one network. The same command again goes on with what was stopped.
 
 recipes:
 {recipes}
 
 examples:
-  balnorm train digits                                          half a minute, nothing to download
+  balnorm compare digits                                        some minutes, nothing to download
+  balnorm compare cifar10-desk --norms balnorm batchnorm --seeds 5 --out studies/x --root data
+  balnorm compare digits --vary lr=0.01,0.1,1 --dry-run         what would run, and how long
+  balnorm train digits                                          half a minute
   balnorm train digits --norm batchnorm --seed 3 --out runs/a
   balnorm data get cifar10 --root data                          162 MB; goes on where it broke off
-  balnorm train cifar10-desk --root data --epochs 5
   torchrun --nproc-per-node 2 -m balnorm train svhn-wrn         two processes
   balnorm train digits --help                                   all options of a recipe
 """
+
+
+@dataclass(frozen=True)
+class StudyRecipe(Recipe):
+    norm: Annotated[NormName, tyro.conf.Suppress] = "balnorm"
+    seed: int = 0
+    """The first of the seeds."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which runs there are, and where."""
+
+    norms: tuple[NormName, ...] = ("balnorm", "batchnorm", "groupnorm", "none")
+    """The normalisations to compare."""
+    seeds: int = 5
+    """How many runs of each."""
+    vary: tuple[str, ...] = ()
+    """Fields to vary besides, each with its values: lr=0.01,0.1,1 batch_size=8,128"""
+    out: Path | None = None
+    """The study's folder; None is studies/<recipe>."""
+    root: Path = Path("data")
+    """The folder that the data is in."""
+    device: str | None = None
+    """Such as cuda:1; None takes the GPUs in turn if there are any."""
+    jobs: int = 1
+    """Runs at a time on this machine, which share its cores."""
+    threads: int | None = None
+    """Cores for each run; None divides the machine's by the jobs, and is 1 on a Ray cluster."""
+    ray: str | None = None
+    """The address of a Ray cluster to run them on, or "local"; --out and --root must be on storage it shares."""
+    gpus: float = 0.0
+    """GPUs for each run on a Ray cluster; 0.5 lets two share one."""
+    dry_run: bool = False
+    """Show what would be run and how long it would take, and run nothing."""
+    quiet: bool = False
+    """Show nothing meanwhile."""
+
+
+@dataclass(frozen=True)
+class Compare:
+    recipe: StudyRecipe
+    grid: Grid
 
 
 @dataclass(frozen=True)
@@ -77,6 +123,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if given[:1] == ["data"]:
             return _data(tyro.cli(Data, args=given[1:], prog="balnorm data"))
+        if given[:1] == ["compare"]:
+            return _compare(*_compare_options(given[1:]))
         if given[:1] == ["train"] and len(given) > 1 and not asked_for_help:
             options = _train_options(given[1], given[2:])
             return _train(options.recipe, options.where)
@@ -85,7 +133,9 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit as stop:  # tyro has said what is wrong
         return int(stop.code or 0)
     if given and given[0] not in ("train", "-h", "--help"):
-        return _fail(f"there is no command {given[0]!r}: it is train or data, and `balnorm --help` shows examples", 2)
+        return _fail(
+            f"there is no command {given[0]!r}: it is compare, train or data, and `balnorm --help` shows examples", 2
+        )
     recipes = "\n".join(f"  {name:22}{_first_sentence(build.__doc__)}" for name, build in RECIPES.items())
     print(_USAGE.format(recipes=recipes), end="", file=sys.stdout if asked_for_help else sys.stderr)
     return 0 if asked_for_help else 2
@@ -103,6 +153,62 @@ def _train_options(name: str, arguments: list[str]) -> Train:
     )
     options.recipe.check()
     return options
+
+
+def _compare_options(arguments: list[str]) -> tuple[Recipe, Grid, dict[str, list[Any]]]:
+    named = bool(arguments) and not arguments[0].startswith("-")
+    name, rest = (arguments[0], arguments[1:]) if named else ("digits", arguments)
+    recipe = get_recipe(name)
+
+    def parse(arguments: list[str]) -> Compare:
+        return tyro.cli(
+            Compare,
+            default=Compare(StudyRecipe(**{**vars(recipe), "norm": "balnorm"}), Grid()),
+            args=arguments,
+            prog=f"balnorm compare {name}",
+            description=RECIPES[name].__doc__,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+
+    options = parse(rest)
+    vary: dict[str, list[Any]] = {}
+    for text in options.grid.vary:
+        field, _, values = text.partition("=")
+        field = field.replace("-", "_")
+        if not values or field not in vars(recipe) or field in ("name", "norm", "seed"):
+            raise ValueError(f"--vary takes a field of the recipe and its values, as lr=0.01,0.1,1, not {text!r}")
+        if isinstance(getattr(recipe, field), bool):
+            parsed = [parse([f"--{'' if value == 'True' else 'no-'}{field}"]) for value in values.split(",")]
+        else:
+            parsed = [parse([f"--{field}", value]) for value in values.split(",")]
+        vary[field] = [getattr(each.recipe, field) for each in parsed]
+    return Recipe(**vars(options.recipe)), options.grid, vary
+
+
+def _compare(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]]) -> int:
+    from balnorm.study.executors import Executor, LocalExecutor, RayExecutor, StudyError
+    from balnorm.study.grid import plan
+    from balnorm.study.runner import Stopped, cores, run_study
+
+    if grid.jobs < 1 or (grid.threads is not None and grid.threads < 1):
+        raise ValueError("jobs and threads must be at least 1")
+    if grid.ray is None and grid.gpus:
+        raise ValueError("gpus is for a Ray cluster; give --ray too")
+    if grid.ray is not None and grid.jobs != 1:
+        raise ValueError("jobs is for this machine: a Ray cluster runs as many as it has room for")
+    out = grid.out or Path("studies") / recipe.name
+    members = plan(recipe, out, grid.norms, grid.seeds, vary)
+    try:
+        threads = grid.threads or (1 if grid.ray else max(1, cores() // grid.jobs))
+        executor: Executor = RayExecutor(grid.ray, grid.gpus) if grid.ray else LocalExecutor(grid.jobs)
+        outcomes = run_study(
+            members, executor, root=grid.root, threads=threads, device=grid.device, show=not grid.quiet
+        )
+    except Stopped as stop:
+        return _fail(stop, 130)
+    except (StudyError, OSError) as error:
+        return _fail(error, 1)
+    return 1 if any(outcome.end == "failed" for outcome in outcomes) else 0
 
 
 def _data(options: Data) -> int:

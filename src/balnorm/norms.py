@@ -5,7 +5,7 @@ convolution and an identity. A network calls both in its natural order, conv-nor
 written once for all of them.
 
 >>> sorted(NORMS)[:4]
-['balnorm', 'balnorm-gain1', 'balnorm-position', 'balnorm-quarter']
+['balnorm', 'balnorm-gain1', 'balnorm-gain1-position', 'balnorm-gain1-position-two-pass']
 >>> norm = NORMS["groupnorm"]
 >>> norm.conv(3, 64, 3, padding=1)
 Conv2d(3, 64, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), bias=False)
@@ -27,10 +27,19 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
+from balnorm.composed import leading
 from balnorm.functional import recomputing
 from balnorm.layers import BalNormConv2d
 
-__all__ = ["NORMS", "BatchRenorm2d", "MeanOnlyBatchNorm2d", "Normalization", "get_norm", "set_progress"]
+__all__ = [
+    "NORMS",
+    "BatchRenorm2d",
+    "MeanOnlyBatchNorm2d",
+    "Normalization",
+    "QuarterBatchNorm2d",
+    "get_norm",
+    "set_progress",
+]
 
 
 @dataclass(frozen=True)
@@ -168,6 +177,40 @@ class _RunningNorm(nn.Module):
             running.copy_(torch.where(finite, moved, running))
 
 
+class QuarterBatchNorm2d(nn.BatchNorm2d):
+    """BatchNorm with the statistics of the first quarter of the batch (at least one image), for all of it.
+
+    The rest is torch's: parameters, running statistics and eval mode. It is the counterpart of BalNorm's
+    ``stats_fraction=0.25``: noisier statistics, which regularise.
+
+    Example:
+        >>> x = torch.randn(8, 3, 4, 4)
+        >>> norm, whole = QuarterBatchNorm2d(3), nn.BatchNorm2d(3)
+        >>> torch.allclose(norm(x)[:2], whole(x[:2]), atol=1e-6)
+        True
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    momentum: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or not input.numel():
+            return super().forward(input)
+        some = leading(input, 0.25).to(torch.promote_types(input.dtype, torch.float32))
+        variance, mean = torch.var_mean(some, (0, 2, 3), correction=0)
+        if not recomputing():
+            with torch.no_grad():
+                count = some[:, 0].numel()
+                self.num_batches_tracked.add_(1)
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+                self.running_var.lerp_((variance * (count / max(1, count - 1))).to(self.running_var), self.momentum)
+        scale = self.weight * (variance + self.eps).rsqrt()
+        shift = self.bias - mean * scale
+        return input * scale.view(1, -1, 1, 1).to(input.dtype) + shift.view(1, -1, 1, 1).to(input.dtype)
+
+
 class MeanOnlyBatchNorm2d(_RunningNorm):
     """Subtract each channel's mean over the batch and add a learned shift: the additive half of BatchNorm.
 
@@ -279,8 +322,15 @@ NORMS: dict[str, Normalization] = {
     "balnorm-position": _balnorm(mass="position"),
     "balnorm-quarter": _balnorm(stats_fraction=0.25),
     "balnorm-gain1": _balnorm(gain_init=1.0),
+    "balnorm-position-two-pass": _balnorm(mass="position", one_pass=False),
+    "balnorm-gain1-two-pass": _balnorm(gain_init=1.0, one_pass=False),
+    "balnorm-gain1-position": _balnorm(gain_init=1.0, mass="position"),
+    "balnorm-gain1-position-two-pass": _balnorm(gain_init=1.0, mass="position", one_pass=False),
     "batchnorm": Normalization(
         _conv_without_bias, nn.BatchNorm2d, "Ioffe and Szegedy 2015, Batch Normalization: Accelerating Deep Network ..."
+    ),
+    "batchnorm-quarter": Normalization(
+        _conv_without_bias, QuarterBatchNorm2d, "Defazio and Bottou 2018 for BalNorm; here for comparison"
     ),
     "groupnorm": Normalization(_conv_without_bias, _group_norm, "Wu and He 2018, Group Normalization"),
     "layernorm": Normalization(_conv_without_bias, _layer_norm, "Ba, Kiros and Hinton 2016, Layer Normalization"),

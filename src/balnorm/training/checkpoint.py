@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["CheckpointError", "load_checkpoint", "save_checkpoint", "set_aside", "write_atomically"]
+from balnorm.training.files import written
+
+__all__ = ["CheckpointError", "load_checkpoint", "save_checkpoint", "set_aside"]
 
 _MAGIC = b"balnorm checkpoint 1\n"
 
@@ -29,7 +30,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     contents = _MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
     try:
         # Between the two renames there is only the previous one, which is then what a reader finds.
-        with _written(path, contents) as temporary:
+        with written(path, contents) as temporary:
             if path.exists():
                 os.replace(path, _previous(path))
             os.replace(temporary, path)
@@ -88,34 +89,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is not a checkpoint of balnorm")
     return state
-
-
-def write_atomically(path: Path, contents: bytes) -> None:
-    """Write a file so that there is always either the old one or the new one, whole, whatever happens meanwhile."""
-    with _written(path, contents) as temporary:
-        os.replace(temporary, path)
-
-
-@contextlib.contextmanager
-def _written(path: Path, contents: bytes) -> Iterator[Path]:
-    """A file beside ``path``, safely on the disk, to be given its name inside."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(contents)
-            file.flush()
-            os.fsync(file.fileno())
-        yield temporary
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    with contextlib.suppress(OSError):  # not every file system has directories that can be synchronised
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _previous(path: Path) -> Path:

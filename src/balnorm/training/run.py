@@ -15,14 +15,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from balnorm.training.checkpoint import write_atomically
 from balnorm.training.config import Recipe, differences
+from balnorm.training.files import write_atomically
 
-__all__ = ["Run", "RunError", "environment", "read_metrics"]
+__all__ = ["Run", "RunBusyError", "RunError", "environment", "read_metrics"]
 
 
 class RunError(Exception):
     """A run folder cannot be used. The message is one sentence and says what to do."""
+
+
+class RunBusyError(RunError):
+    """Another process is training in the folder."""
 
 
 class Run:
@@ -70,7 +74,7 @@ class Run:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise RunError(f"{self.folder} is being trained by another process") from None
+                raise RunBusyError(f"{self.folder} is being trained by another process") from None
             yield
 
     def recipe(self) -> Recipe:

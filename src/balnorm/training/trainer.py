@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from balnorm.training.progress import Progress
 from balnorm.training.run import Run, RunError
 from balnorm.training.schedules import rates
 
-__all__ = ["Interrupted", "train"]
+__all__ = ["Interrupted", "measure", "train"]
 
 _LOOK_UP = 10  # steps after which to see whether the loss is finite, somebody wants to stop, or it is time to save
 _MIXUP = 3  # the key of mixup's random numbers, beside those of order and augmentation
@@ -88,6 +89,31 @@ def train(
         with run.alone() if team.first else contextlib.nullcontext():
             trainer.fit()
         return run.records()
+
+
+def measure(recipe: Recipe, root: str | Path = "data", device: str | None = None, steps: int = 5) -> float:
+    """The seconds that an epoch of a recipe takes, from a few steps of training and evaluation. Writes nothing."""
+    recipe.check()
+    with processes(device) as team, Progress("", recipe.epochs, show=False) as progress:
+        trainer = Trainer(recipe, Run("unused"), team, progress, Path(root), None, None)
+        training = _seconds_a_batch((lambda batch: trainer.step(*batch)), trainer.train_loader.epoch(0), steps, team)
+        trainer.model.eval()
+        with torch.no_grad():
+            testing = _seconds_a_batch((lambda batch: trainer.model(batch[0])), trainer.test_loader.epoch(), 2, team)
+    return training * len(trainer.train_loader) + testing * len(trainer.test_loader)
+
+
+def _seconds_a_batch(work: Callable[[Any], object], batches: Iterator[Any], count: int, team: Processes) -> float:
+    """The mean over some batches; the first, which is slower, counts only if there is no other."""
+    times = []
+    for batch in itertools.islice(batches, count + 1):
+        started = time.perf_counter()
+        work(batch)
+        if team.device.type == "cuda":
+            torch.cuda.synchronize(team.device)
+        times.append(time.perf_counter() - started)
+    times = times[1:] or times
+    return sum(times) / max(1, len(times))
 
 
 @dataclass

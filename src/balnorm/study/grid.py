@@ -1,0 +1,111 @@
+"""Which runs a study has, and how far each of them is: read from folders alone, without torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from balnorm.training.config import Recipe
+from balnorm.training.run import Run, RunError
+
+__all__ = ["FAILURE", "Member", "State", "plan", "run_name", "runs_in", "setting_names", "state_of"]
+
+State = Literal["new", "unfinished", "finished", "diverged", "failed"]
+
+FAILURE = "error.txt"
+"""The file in a run's folder that says why it failed; the next start removes it."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A run of a study: its folder and its recipe."""
+
+    folder: Path
+    recipe: Recipe
+
+
+def plan(
+    recipe: Recipe,
+    out: str | Path,
+    norms: Sequence[str],
+    seeds: int,
+    vary: Mapping[str, Sequence[Any]] | None = None,
+) -> list[Member]:
+    """Every norm with every seed and every combination of the varied fields, seed by seed.
+
+    The seeds count up from the recipe's own. All of one seed come before the next, so that a study that is stopped
+    early has compared something.
+    """
+    vary = vary or {}
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1, got {seeds}")
+    if not norms:
+        raise ValueError("norms must name at least one normalisation")
+    for values, what in ((norms, "norms"), *((vary[name], name) for name in vary)):
+        if len(set(values)) < len(values):
+            raise ValueError(f"{what} has a value twice: {', '.join(map(str, values))}")
+    members = []
+    for seed in range(recipe.seed, recipe.seed + seeds):
+        for norm, *values in itertools.product(norms, *vary.values()):
+            changed = dict(zip(vary, values, strict=True))
+            member = replace(recipe, norm=norm, seed=seed, **changed)
+            member.check()
+            members.append(Member(Path(out) / "runs" / run_name(member, changed), member))
+    return members
+
+
+def run_name(recipe: Recipe, changed: Mapping[str, Any]) -> str:
+    """What a run's folder is called, as ``batchnorm-lr=0.3-seed2``."""
+    return "-".join([recipe.norm, *(f"{name}={value}" for name, value in changed.items()), f"seed{recipe.seed}"])
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The folders below one that hold runs: those with a recipe or with metrics in them."""
+    found = {path.parent for name in ("config.json", "metrics.jsonl") for path in folder.rglob(name)}
+    return sorted(found)
+
+
+def state_of(run: Run) -> State:
+    """How far a run is. A folder that cannot be read counts as failed."""
+    if not run.config.exists():
+        return "new"
+    try:
+        recipe, records = run.recipe(), run.records()
+    except RunError:
+        return "failed"
+    if records and records[-1].get("diverged"):
+        return "diverged"
+    if records and records[-1]["epoch"] >= recipe.epochs:
+        return "finished"
+    return "failed" if (run.folder / FAILURE).exists() else "unfinished"
+
+
+def setting_names(recipes: Sequence[Recipe]) -> list[str]:
+    """The names of the settings that these runs are of, one for each recipe: its norm, and the fields that vary.
+
+    A field that follows from the others, such as a learning rate that was chosen for each batch size, is left out.
+    """
+    rows = [asdict(recipe) for recipe in recipes]
+    varying = [
+        field.name
+        for field in fields(Recipe)
+        if field.name not in ("norm", "seed") and len({repr(row[field.name]) for row in rows}) > 1
+    ]
+    whole = len({_key(row, ["norm", *varying]) for row in rows})
+    for name in reversed(list(varying)):
+        others = [other for other in varying if other != name]
+        if len({_key(row, ["norm", *others]) for row in rows}) == whole:
+            varying = others
+    return [" ".join([row["norm"], *(f"{name}={_text(row[name])}" for name in varying)]) for row in rows]
+
+
+def _key(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    return json.dumps([row[name] for name in names])
+
+
+def _text(value: Any) -> str:
+    return "+".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

@@ -1,0 +1,156 @@
+"""Run a study: every run that is not finished, with something to look at meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from balnorm.study.display import Display
+from balnorm.study.executors import Executor, LocalExecutor, Outcome, StudyError, Task
+from balnorm.study.grid import Member, setting_names, state_of
+from balnorm.training.config import Recipe
+from balnorm.training.run import Run, RunError
+
+__all__ = ["Estimate", "Stopped", "cores", "estimate", "run_study"]
+
+_LOOK = 0.5  # seconds between looks at the runs' folders
+
+
+class Stopped(Exception):  # noqa: N818  # it is no error
+    """Somebody pressed Ctrl-C; what was running is saved."""
+
+
+def run_study(
+    members: Sequence[Member],
+    executor: Executor,
+    *,
+    root: str | Path = "data",
+    threads: int = 1,
+    device: str | None = None,
+    show: bool = True,
+) -> list[Outcome]:
+    """Run what is not finished, and return how each of those ended. One that fails does not stop the others.
+
+    Args:
+        members: the runs.
+        executor: where they are run.
+        root: where the data is.
+        threads: cores for each run.
+        device: for each run; ``None`` takes a GPU if there is one.
+        show: whether to show progress.
+    """
+    _check(members)
+    waiting = [member for member in members if state_of(Run(member.folder)) not in ("finished", "diverged")]
+    if waiting:
+        waiting[0].folder.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(executor, LocalExecutor) and (problem := executor.call(_problem, waiting[0].recipe, root)):
+            raise StudyError(problem)
+    tasks = [
+        Task(replace(member, folder=member.folder.absolute()), Path(root).absolute(), threads, device)
+        for member in waiting
+    ]
+    outcomes: list[Outcome] = []
+    running = 0
+    with Display(members, executor.slots, show) as display:
+        try:
+            while tasks or running:
+                while tasks and running < executor.slots:
+                    task = tasks.pop(0)
+                    executor.submit(task)
+                    display.started(task.member)
+                    running += 1
+                for outcome in executor.outcomes(_LOOK):
+                    running -= 1
+                    outcomes.append(outcome)
+                    display.ended(outcome)
+                display.look()
+        except KeyboardInterrupt:
+            display.say("stopping: the runs under way are being saved (Ctrl-C again does not wait for them)")
+            executor.stop()
+            while running:
+                running -= len(executor.outcomes(_LOOK))
+            raise Stopped("stopped, and saved: the same command goes on from there") from None
+    return outcomes
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long a setting's runs would take."""
+
+    setting: str
+    runs: int
+    epochs: int
+    """Of all of them, that are still to do."""
+    seconds: float
+    """Of one epoch."""
+
+
+def estimate(
+    members: Sequence[Member], executor: LocalExecutor, *, root: str | Path, threads: int, device: str | None
+) -> list[Estimate]:
+    """For each setting, what is to do and how long an epoch takes, from a few steps of one of its runs."""
+    _check(members)
+    estimates: dict[str, Estimate] = {}
+    names = setting_names([member.recipe for member in members])
+    for name, member in zip(names, members, strict=True):
+        run = Run(member.folder)
+        if (state := state_of(run)) in ("finished", "diverged"):
+            continue
+        left = member.recipe.epochs - (len(run.records()) if state == "unfinished" else 0)
+        if name not in estimates:
+            result = executor.call(_measured, member.recipe, root, threads, device)
+            if isinstance(result, str):
+                raise StudyError(result)
+            estimates[name] = Estimate(name, 0, 0, result)
+        known = estimates[name]
+        estimates[name] = replace(known, runs=known.runs + 1, epochs=known.epochs + left)
+    return list(estimates.values())
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check(members: Sequence[Member]) -> None:
+    """Raise a StudyError where a folder holds something else than its run, before anything is started."""
+    twice = [str(folder) for folder, count in Counter(member.folder for member in members).items() if count > 1]
+    if twice:
+        raise StudyError(f"two runs have the folder {twice[0]}")
+    try:
+        for member in members:
+            Run(member.folder).check(member.recipe)
+    except RunError as error:
+        raise StudyError(str(error)) from None
+
+
+def _problem(recipe: Recipe, root: str | Path) -> str | None:
+    """In a process of its own: what is wrong with the data, if anything is."""
+    from balnorm.data import DataError
+    from balnorm.training.processes import Processes
+    from balnorm.training.trainer import make_loaders
+
+    try:
+        import torch
+
+        make_loaders(recipe, Processes(0, 1, torch.device("cpu")), Path(root))
+    except (DataError, ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _measured(recipe: Recipe, root: str | Path, threads: int, device: str | None) -> float | str:
+    """In a process of its own: the seconds of an epoch, or what is wrong."""
+    import torch
+
+    from balnorm.data import DataError
+    from balnorm.training.trainer import measure
+
+    torch.set_num_threads(threads)
+    try:
+        return measure(recipe, root, device)
+    except (DataError, ValueError, OSError) as error:
+        return str(error)
