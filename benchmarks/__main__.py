@@ -30,8 +30,9 @@ from balnorm import BalNormConv2d
 from balnorm.data import Images, MemoryLoader, channel_statistics
 from balnorm.norms import NORMS
 from balnorm.recipes import get_recipe
+from balnorm.study.measure import interleaved, ratio, saved_bytes, training_step
 from balnorm.training import trainer
-from benchmarks.measure import interleaved, peak_memory_of_step, ratio, saved_bytes, training_step
+from benchmarks.memory import peak_memory_of_step
 from benchmarks.networks import METHODS, NETWORKS
 from benchmarks.zoo import TIMM, TORCHVISION, build, import_timm, trial
 

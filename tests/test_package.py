@@ -23,8 +23,8 @@ OTHERS = {
     "diagnostics": {"matplotlib"},  # only inside the function that draws
     "data": {"numpy", "scipy", "sklearn", "PIL", "rich", "torch"},
     "training": {"torch", "rich"},
-    "study": {"rich", "torch", "ray"},
-    "cli": {"tyro"},
+    "study": {"jinja2", "matplotlib", "numpy", "ray", "rich", "torch"},
+    "cli": {"torch", "tyro"},
 }
 
 

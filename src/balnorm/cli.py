@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import tyro
 
@@ -15,25 +17,61 @@ from balnorm.training.config import NormName, Recipe
 
 __all__ = ["main"]
 
-_USAGE = """usage: balnorm compare [RECIPE] [--norms ...] [--seeds N] [--out DIR] [options]
-       balnorm train RECIPE [options]
-       balnorm data list|get|check [NAME] [--root DIR]
+_USAGE = """usage: balnorm COMMAND [options]
 
-Compare normalisations over many seeds, or train one network. The same command again goes on with what was stopped.
+  compare   train several normalisations over several seeds, and report
+  train     train one network
+  report    figures, tables and a page from run folders, at any time
+  data      list, get and check data sets
+  bench     speed and memory of normalisations on this machine
+  inspect   what a trained network's layers do to images
+  fold      write a trained network as plain convolutions
+  completion  for bash, zsh or fish
+
+The same command again goes on with what was stopped. `balnorm COMMAND --help` shows options and examples.
 
 recipes:
 {recipes}
 
 examples:
-  balnorm compare digits                                        some minutes, nothing to download
+  balnorm compare digits --jobs 2                               some minutes, nothing to download
   balnorm compare cifar10-desk --norms balnorm batchnorm --seeds 5 --out studies/x --root data
-  balnorm compare digits --vary lr=0.01,0.1,1 --dry-run         what would run, and how long
-  balnorm train digits                                          half a minute
-  balnorm train digits --norm batchnorm --seed 3 --out runs/a
+  balnorm report studies/x
+  balnorm train digits --norm batchnorm --seed 3 --out runs/a   half a minute
+  balnorm fold runs/a --out digits.onnx
   balnorm data get cifar10 --root data                          162 MB; goes on where it broke off
-  torchrun --nproc-per-node 2 -m balnorm train svhn-wrn         two processes
-  balnorm train digits --help                                   all options of a recipe
+
+exit codes: 0 done, 1 failed, 2 a mistake in the command, 130 Ctrl-C
 """
+
+_EXAMPLES = {
+    "compare": """
+  balnorm compare {recipe} --norms balnorm batchnorm groupnorm --seeds 10 --out studies/x --jobs 2
+  balnorm compare {recipe} --vary lr=0.01,0.1,1 batch_size=32,128 --dry-run
+  balnorm compare {recipe} --ray local --threads 2
+  balnorm compare {recipe} --ray 10.0.0.1:6379 --gpus 1 --out /shared/x --root /shared/data""",
+    "train": """
+  balnorm train {recipe} --norm batchnorm --seed 3 --out runs/a
+  torchrun --nproc-per-node 2 -m balnorm train {recipe}""",
+    "report": """
+  balnorm report studies/digits
+  balnorm report studies/a studies/b --out both --reach 0.9 0.95 --formats svg""",
+    "data": """
+  balnorm data list --root data
+  balnorm data get cifar10 --root data
+  balnorm data check cifar10 --root data""",
+    "bench": """
+  balnorm bench cifar10-wrn --norms none batchnorm balnorm --batch-size 32
+  balnorm bench imagenet-resnet50 --batch-size 4 --rounds 5""",
+    "inspect": """
+  balnorm inspect runs/a
+  balnorm inspect studies/digits/runs/balnorm-seed0/checkpoint.pt --figure balance.svg""",
+    "fold": """
+  balnorm fold runs/a --out digits.onnx
+  balnorm fold runs/a/checkpoint.pt --out digits.pt2""",
+}
+
+_Options = TypeVar("_Options")
 
 
 @dataclass(frozen=True)
@@ -114,92 +152,170 @@ class Data:
     """The folder that it is in, or goes to."""
 
 
+@dataclass(frozen=True)
+class ReportOptions:
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Of studies or runs; they may still be running."""
+    out: Path | None = None
+    """Where to write; None is the folder report in that of the study, or here if there are several."""
+    title: str | None = None
+    """Of the page; None takes the recipes' names."""
+    baseline: NormName = "batchnorm"
+    """What the others are compared with."""
+    reach: tuple[float, ...] = ()
+    """Test accuracies, such as 0.9, to tell the epochs until which; some near the best if none are given."""
+    formats: tuple[Literal["svg", "png", "pdf"], ...] = ("svg", "png", "pdf")
+    """Of the figures' files."""
+    quiet: bool = False
+    """Print the path of the page and nothing else."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    norms: tuple[NormName, ...] = ("none", "batchnorm", "groupnorm", "balnorm", "balnorm-position")
+    """The first is what the others are compared with."""
+    rounds: int = 11
+    """In each of which every norm has one training step."""
+    device: str | None = None
+    """Such as cuda:1; None takes a GPU if there is one."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    recipe: StudyRecipe
+    bench: BenchOptions
+
+
+@dataclass(frozen=True)
+class Inspect:
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """Of a run, or its folder."""
+    root: Path = Path("data")
+    """The folder that the data is in: the layers are shown a batch of its test images."""
+    images: int = 64
+    """How many of them."""
+    figure: Path | None = None
+    """Draw the balance of every layer into this file (svg, png or pdf)."""
+
+
+@dataclass(frozen=True)
+class Fold:
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """Of a run, or its folder."""
+    out: Path
+    """The file to write: .pt for a state dict, .pt2 for a torch.export program, .onnx for ONNX."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. The exit code is 0, or 1 if it failed, 2 for a mistake in the command, 130 after Ctrl-C."""
     given = sys.argv[1:] if arguments is None else arguments
-    asked_for_help = bool(given) and (
-        given[0] in ("-h", "--help") or given[:2] in (["train", "-h"], ["train", "--help"])
-    )
+    if not given or given[0] in ("-h", "--help"):
+        return _usage(asked=bool(given))
+    name, *rest = given
+    if name == "train" and (not rest or rest[0] in ("-h", "--help")):  # its options are a recipe's
+        return _usage(asked=bool(rest))
+    if name not in _COMMANDS:
+        near = difflib.get_close_matches(name, _COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(_COMMANDS)}"
+        return _fail(f"there is no command {name!r}: {hint} `balnorm --help` shows examples", 2)
     try:
-        if given[:1] == ["data"]:
-            return _data(tyro.cli(Data, args=given[1:], prog="balnorm data"))
-        if given[:1] == ["compare"]:
-            return _compare(*_compare_options(given[1:]))
-        if given[:1] == ["train"] and len(given) > 1 and not asked_for_help:
-            options = _train_options(given[1], given[2:])
-            return _train(options.recipe, options.where)
+        return _COMMANDS[name](rest)
     except ValueError as error:
         return _fail(error, 2)
     except SystemExit as stop:  # tyro has said what is wrong
         return int(stop.code or 0)
-    if given and given[0] not in ("train", "-h", "--help"):
-        return _fail(
-            f"there is no command {given[0]!r}: it is compare, train or data, and `balnorm --help` shows examples", 2
-        )
+    except KeyboardInterrupt:
+        return _fail("stopped", 130)
+    except BrokenPipeError:  # somebody reads no further, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _usage(asked: bool) -> int:
     recipes = "\n".join(f"  {name:22}{_first_sentence(build.__doc__)}" for name, build in RECIPES.items())
-    print(_USAGE.format(recipes=recipes), end="", file=sys.stdout if asked_for_help else sys.stderr)
-    return 0 if asked_for_help else 2
+    print(_USAGE.format(recipes=recipes), end="", file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
 
 
-def _train_options(name: str, arguments: list[str]) -> Train:
-    recipe = get_recipe(name)
-    options = tyro.cli(
-        Train,
-        default=Train(recipe, Where()),
+def _parse(
+    options: type[_Options], arguments: list[str], command: str, about: str | None, default: _Options | None = None
+) -> _Options:
+    name, _, recipe = command.partition(" ")
+    examples = _EXAMPLES.get(name, "").format(recipe=recipe)
+    given: dict[str, Any] = {} if default is None else {"default": default}
+    parsed: _Options = tyro.cli(
+        options,
+        **given,
         args=arguments,
-        prog=f"balnorm train {name}",
-        description=RECIPES[name].__doc__,
+        prog=f"balnorm {command}",
+        description="\n\n".join(filter(None, [about, "examples:" + examples if examples else ""])),
         config=(tyro.conf.OmitArgPrefixes,),
     )
-    options.recipe.check()
-    return options
+    return parsed
 
 
-def _compare_options(arguments: list[str]) -> tuple[Recipe, Grid, dict[str, list[Any]]]:
+def _recipe_and_rest(arguments: list[str]) -> tuple[str, list[str]]:
+    """A recipe's name, digits if there is none, and the rest of the arguments."""
     named = bool(arguments) and not arguments[0].startswith("-")
-    name, rest = (arguments[0], arguments[1:]) if named else ("digits", arguments)
+    return (arguments[0], arguments[1:]) if named else ("digits", arguments)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Studies
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _compare(arguments: list[str]) -> int:
+    name, rest = _recipe_and_rest(arguments)
     recipe = get_recipe(name)
+    default = Compare(StudyRecipe(**{**vars(recipe), "norm": "balnorm"}), Grid())
 
     def parse(arguments: list[str]) -> Compare:
-        return tyro.cli(
-            Compare,
-            default=Compare(StudyRecipe(**{**vars(recipe), "norm": "balnorm"}), Grid()),
-            args=arguments,
-            prog=f"balnorm compare {name}",
-            description=RECIPES[name].__doc__,
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
+        return _parse(Compare, arguments, f"compare {name}", RECIPES[name].__doc__, default)
 
     options = parse(rest)
-    vary: dict[str, list[Any]] = {}
+    vary = {}
     for text in options.grid.vary:
         field, _, values = text.partition("=")
         field = field.replace("-", "_")
         if not values or field not in vars(recipe) or field in ("name", "norm", "seed"):
             raise ValueError(f"--vary takes a field of the recipe and its values, as lr=0.01,0.1,1, not {text!r}")
-        if isinstance(getattr(recipe, field), bool):
-            parsed = [parse([f"--{'' if value == 'True' else 'no-'}{field}"]) for value in values.split(",")]
-        else:
-            parsed = [parse([f"--{field}", value]) for value in values.split(",")]
+        parsed = [parse(_as_option(field, value, getattr(recipe, field))) for value in values.split(",")]
         vary[field] = [getattr(each.recipe, field) for each in parsed]
-    return Recipe(**vars(options.recipe)), options.grid, vary
+    return _run(Recipe(**vars(options.recipe)), options.grid, vary)
 
 
-def _compare(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]]) -> int:
+def _as_option(field: str, value: str, default: Any) -> list[str]:
+    if isinstance(default, bool):
+        if value not in ("True", "False"):
+            raise ValueError(f"{field} is True or False, not {value!r}")
+        return [f"--{field}" if value == "True" else f"--no-{field}"]
+    return [f"--{field}", value]
+
+
+def _run(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]]) -> int:
     from balnorm.study.executors import Executor, LocalExecutor, RayExecutor, StudyError
     from balnorm.study.grid import plan
-    from balnorm.study.runner import Stopped, cores, run_study
+    from balnorm.study.runner import Stopped, cores, dry_run, run_study
 
     if grid.jobs < 1 or (grid.threads is not None and grid.threads < 1):
         raise ValueError("jobs and threads must be at least 1")
-    if grid.ray is None and grid.gpus:
-        raise ValueError("gpus is for a Ray cluster; give --ray too")
+    if grid.gpus < 0 or (grid.ray is None and grid.gpus):
+        raise ValueError("gpus must not be negative, and is for a Ray cluster: give --ray too")
     if grid.ray is not None and grid.jobs != 1:
         raise ValueError("jobs is for this machine: a Ray cluster runs as many as it has room for")
     out = grid.out or Path("studies") / recipe.name
     members = plan(recipe, out, grid.norms, grid.seeds, vary)
+    threads = grid.threads or (1 if grid.ray else max(1, cores() // grid.jobs))
     try:
-        threads = grid.threads or (1 if grid.ray else max(1, cores() // grid.jobs))
+        if grid.dry_run:
+            print(dry_run(members, grid.jobs, root=grid.root, threads=threads, device=grid.device))
+            return 0
         executor: Executor = RayExecutor(grid.ray, grid.gpus) if grid.ray else LocalExecutor(grid.jobs)
         outcomes = run_study(
             members, executor, root=grid.root, threads=threads, device=grid.device, show=not grid.quiet
@@ -208,10 +324,78 @@ def _compare(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]]) -> int:
         return _fail(stop, 130)
     except (StudyError, OSError) as error:
         return _fail(error, 1)
-    return 1 if any(outcome.end == "failed" for outcome in outcomes) else 0
+    _write_report(ReportOptions((out,), quiet=grid.quiet))
+    failed = sum(outcome.end == "failed" for outcome in outcomes)
+    return _fail(f"{failed} of {len(members)} runs failed; the same command tries them again", 1) if failed else 0
 
 
-def _data(options: Data) -> int:
+def _report(arguments: list[str]) -> int:
+    about = "Figures, tables and one page from run folders alone; also while a study runs."
+    return _write_report(_parse(ReportOptions, arguments, "report", about))
+
+
+def _write_report(options: ReportOptions) -> int:
+    from balnorm.study.report import write_report
+
+    if not options.folders:
+        raise ValueError("which folder? that of a study or of a run, as in `balnorm report studies/digits`")
+    out = options.out or (options.folders[0] / "report" if len(options.folders) == 1 else Path("report"))
+    try:
+        report = write_report(
+            options.folders,
+            out,
+            title=options.title,
+            baseline=options.baseline,
+            reach=options.reach,
+            formats=options.formats,
+        )
+    except OSError as error:
+        return _fail(f"the report could not be written ({error})", 1)
+    if not options.quiet:
+        print(f"\n{report}\n")
+    for problem in report.problems:
+        print(f"balnorm: {problem}", file=sys.stderr)
+    print(report.page if options.quiet else f"report: {report.page}")
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Single runs
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _train(arguments: list[str]) -> int:
+    name, *rest = arguments
+    default = Train(get_recipe(name), Where())
+    options = _parse(Train, rest, f"train {name}", RECIPES[name].__doc__, default)
+    recipe, where = options.recipe, options.where
+    recipe.check()
+    from balnorm.data import DataError
+    from balnorm.training.checkpoint import CheckpointError
+    from balnorm.training.run import RunError
+    from balnorm.training.trainer import Interrupted, train
+
+    try:
+        train(
+            recipe,
+            where.out or Path("runs") / f"{recipe.name}-{recipe.norm}-{recipe.seed}",
+            root=where.root,
+            device=where.device,
+            checkpoint_steps=where.checkpoint_steps,
+            checkpoint_minutes=where.checkpoint_minutes,
+            show=not where.quiet,
+        )
+    except Interrupted as stop:
+        return _fail(stop, 130) if os.environ.get("RANK", "0") == "0" else 130
+    except KeyboardInterrupt:
+        return _fail("stopped; the same command goes on from what was saved last", 130)
+    except (CheckpointError, DataError, RunError, ValueError, OSError) as error:
+        return _fail(error, 1)
+    return 0
+
+
+def _data(arguments: list[str]) -> int:
+    options = _parse(Data, arguments, "data", Data.__doc__)
     from balnorm.data import SETS, DataError, check, download
 
     if options.action != "list" and options.name is None:
@@ -237,29 +421,135 @@ def _data(options: Data) -> int:
     return 0
 
 
-def _train(recipe: Recipe, where: Where) -> int:
+def _bench(arguments: list[str]) -> int:
+    name, rest = _recipe_and_rest(arguments)
+    default = Bench(StudyRecipe(**{**vars(get_recipe(name)), "norm": "balnorm"}), BenchOptions())
+    about = "Time and memory of training steps of a recipe's network, in one interleaved run."
+    options = _parse(Bench, rest, f"bench {name}", about, default)
+    recipe, bench_options = Recipe(**vars(options.recipe)), options.bench
+    recipe.check()
+    if not bench_options.norms or bench_options.rounds < 2:
+        raise ValueError("bench needs a norm and two rounds at least")
+    import platform
+
+    import torch
+
+    from balnorm.data import SETS
+    from balnorm.study.measure import bench
+
+    known = SETS.get(recipe.data)
+    channels, size, classes = (known.channels, known.size, known.classes) if known else (3, recipe.image_size, 1000)
+    device = bench_options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    print(
+        f"{recipe.model} {recipe.name}, batch {recipe.batch_size} of {channels}x{size}x{size}, {recipe.precision}, "
+        f"forward and backward; {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"{platform.platform()}; {bench_options.rounds} interleaved rounds"
+    )
+    print(bench(recipe, bench_options.norms, (channels, size, size), classes, bench_options.rounds, device))
+    return 0
+
+
+def _inspect(arguments: list[str]) -> int:
+    about = "What a run's checkpoint holds, and the balance of every layer on a batch of test images."
+    options = _parse(Inspect, arguments, "inspect", about)
+    if options.images < 1:
+        raise ValueError(f"images must be at least 1, got {options.images}")
+    if options.figure is not None and options.figure.suffix not in (".svg", ".png", ".pdf"):
+        raise ValueError(f"the figure must end in .svg, .png or .pdf, got {options.figure}")
     from balnorm.data import DataError
+    from balnorm.diagnostics import balance_report
     from balnorm.training.checkpoint import CheckpointError
-    from balnorm.training.run import RunError
-    from balnorm.training.trainer import Interrupted, train
+    from balnorm.training.saved import load_saved, test_batch
 
     try:
-        train(
-            recipe,
-            where.out or Path("runs") / f"{recipe.name}-{recipe.norm}-{recipe.seed}",
-            root=where.root,
-            device=where.device,
-            checkpoint_steps=where.checkpoint_steps,
-            checkpoint_minutes=where.checkpoint_minutes,
-            show=not where.quiet,
-        )
-    except Interrupted as stop:
-        return _fail(stop, 130) if os.environ.get("RANK", "0") == "0" else 130
-    except KeyboardInterrupt:
-        return _fail("stopped; the same command goes on from what was saved last", 130)
-    except (CheckpointError, DataError, RunError, ValueError, OSError) as error:
+        saved = load_saved(options.checkpoint)
+        recipe = saved.recipe
+        state = "finished" if saved.finished else f"{saved.epoch} of {recipe.epochs} epochs"
+        count = sum(parameter.numel() for parameter in saved.model.parameters())
+        print(f"{recipe.name} {recipe.norm} seed {recipe.seed}: {recipe.model}, {count:,} parameters, {state}\n")
+        report = balance_report(saved.model, test_batch(saved, options.root, options.images))
+        print(report)
+        if options.figure is not None:
+            report.figure().savefig(options.figure)
+            print(f"\nfigure: {options.figure}")
+    except (CheckpointError, DataError, OSError) as error:
         return _fail(error, 1)
     return 0
+
+
+def _fold(arguments: list[str]) -> int:
+    about = "Write a trained network with its balanced layers folded to plain convolutions."
+    options = _parse(Fold, arguments, "fold", about)
+    from balnorm.training.checkpoint import CheckpointError
+    from balnorm.training.saved import export_folded, load_saved
+
+    try:
+        export_folded(load_saved(options.checkpoint), options.out)
+    except (CheckpointError, OSError) as error:
+        return _fail(error, 1)
+    print(options.out)
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Completion
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _completion(arguments: list[str]) -> int:
+    about = "Print a script for your shell: `source <(balnorm completion bash)`, or put it where your shell looks."
+    shell = _parse(Completion, arguments, "completion", about).shell
+    words = {name: " ".join(_words(name)) for name in _COMMANDS}
+    commands = " ".join(_COMMANDS)
+    if shell == "fish":
+        lines = [f"complete -c balnorm -f -n __fish_use_subcommand -a '{commands}'"]
+        lines += [
+            f"complete -c balnorm -n '__fish_seen_subcommand_from {name}' -a '{words[name]}'" for name in _COMMANDS
+        ]
+        print("\n".join(lines))
+        return 0
+    cases = "\n".join(f"    {name}) words='{words[name]}' ;;" for name in _COMMANDS)
+    start = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
+    print(f"""{start}_balnorm() {{
+  local words='{commands}'
+  [ "$COMP_CWORD" -gt 1 ] && case "${{COMP_WORDS[1]}}" in
+{cases}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _balnorm balnorm""")
+    return 0
+
+
+def _words(command: str) -> list[str]:
+    """What may follow a command: recipes, norms, options."""
+    options: dict[str, Sequence[type]] = {
+        "compare": (StudyRecipe, Grid),
+        "train": (Recipe, Where),
+        "bench": (StudyRecipe, BenchOptions),
+        "report": (ReportOptions,),
+        "data": (Data,),
+        "inspect": (Inspect,),
+        "fold": (Fold,),
+    }
+    hidden = {"folders", "checkpoint", "action", *(["norm"] if command in ("compare", "bench") else [])}
+    names = [field.name for each in options.get(command, ()) for field in fields(each) if field.name not in hidden]
+    words = [f"--{name.replace('_', '-')}" for name in names]
+    if command in ("compare", "train", "bench"):
+        words += [*RECIPES, *get_args(NormName)]
+    return words + {"data": ["list", "get", "check"], "completion": ["bash", "zsh", "fish"]}.get(command, [])
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "compare": _compare,
+    "train": _train,
+    "report": _report,
+    "data": _data,
+    "bench": _bench,
+    "inspect": _inspect,
+    "fold": _fold,
+    "completion": _completion,
+}
 
 
 def _fail(error: Exception | str, code: int) -> int:

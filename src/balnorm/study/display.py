@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from balnorm.study.executors import Outcome
-from balnorm.study.grid import Member, State, setting_names, state_of
+from balnorm.study.grid import Member, State, settings_of, state_of
 from balnorm.training.run import Run, RunError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Display:
     """
 
     def __init__(self, members: Sequence[Member], slots: int, show: bool = True) -> None:
-        names = setting_names([member.recipe for member in members])
+        names = map(str, settings_of([member.recipe for member in members]))
         self.watched = {m.folder.absolute(): Watched(m, name) for m, name in zip(members, names, strict=True)}
         self.slots = min(slots, len(members))
         self.show = show

@@ -6,6 +6,7 @@ What a run has reached is in its folder, on a disk that both sides see; an execu
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -223,7 +224,7 @@ class RayExecutor:
             raise StudyError("ray is not installed: pip install 'balnorm[ray]'") from None
         if not ray.is_initialized():
             try:
-                ray.init(address=address, log_to_driver=False, logging_level="error", configure_logging=True)
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise StudyError(f"no Ray cluster at {address!r} ({first})") from None

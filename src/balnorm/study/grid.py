@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from balnorm.training.config import Recipe
 from balnorm.training.run import Run, RunError
 
-__all__ = ["FAILURE", "Member", "State", "plan", "run_name", "runs_in", "setting_names", "state_of"]
+__all__ = ["FAILURE", "Member", "Setting", "State", "plan", "run_name", "settings_of", "state_of"]
 
 State = Literal["new", "unfinished", "finished", "diverged", "failed"]
 
@@ -60,13 +59,7 @@ def plan(
 
 def run_name(recipe: Recipe, changed: Mapping[str, Any]) -> str:
     """What a run's folder is called, as ``batchnorm-lr=0.3-seed2``."""
-    return "-".join([recipe.norm, *(f"{name}={value}" for name, value in changed.items()), f"seed{recipe.seed}"])
-
-
-def runs_in(folder: Path) -> list[Path]:
-    """The folders below one that hold runs: those with a recipe or with metrics in them."""
-    found = {path.parent for name in ("config.json", "metrics.jsonl") for path in folder.rglob(name)}
-    return sorted(found)
+    return "-".join([recipe.norm, *(f"{name}={_text(value)}" for name, value in changed.items()), f"seed{recipe.seed}"])
 
 
 def state_of(run: Run) -> State:
@@ -84,8 +77,24 @@ def state_of(run: Run) -> State:
     return "failed" if (run.folder / FAILURE).exists() else "unfinished"
 
 
-def setting_names(recipes: Sequence[Recipe]) -> list[str]:
-    """The names of the settings that these runs are of, one for each recipe: its norm, and the fields that vary.
+@dataclass(frozen=True)
+class Setting:
+    """What runs that differ in their seeds only have in common: the norm, and those fields that vary in a study."""
+
+    norm: str
+    varied: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def variation(self) -> str:
+        """The varied fields, as ``lr=0.1 width=8``."""
+        return " ".join(f"{name}={_text(value)}" for name, value in self.varied)
+
+    def __str__(self) -> str:
+        return f"{self.norm} {self.variation}".strip()
+
+
+def settings_of(recipes: Sequence[Recipe]) -> list[Setting]:
+    """The setting of each recipe.
 
     A field that follows from the others, such as a learning rate that was chosen for each batch size, is left out.
     """
@@ -95,16 +104,16 @@ def setting_names(recipes: Sequence[Recipe]) -> list[str]:
         for field in fields(Recipe)
         if field.name not in ("norm", "seed") and len({repr(row[field.name]) for row in rows}) > 1
     ]
-    whole = len({_key(row, ["norm", *varying]) for row in rows})
+    whole = _combinations(rows, varying)
     for name in reversed(list(varying)):
         others = [other for other in varying if other != name]
-        if len({_key(row, ["norm", *others]) for row in rows}) == whole:
+        if _combinations(rows, others) == whole:
             varying = others
-    return [" ".join([row["norm"], *(f"{name}={_text(row[name])}" for name in varying)]) for row in rows]
+    return [Setting(row["norm"], tuple((name, row[name]) for name in varying)) for row in rows]
 
 
-def _key(row: Mapping[str, Any], names: Sequence[str]) -> str:
-    return json.dumps([row[name] for name in names])
+def _combinations(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> int:
+    return len({repr([row[name] for name in names]) for row in rows})
 
 
 def _text(value: Any) -> str:

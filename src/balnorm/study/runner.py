@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from balnorm.study.display import Display
+from balnorm.study.display import Display, clock
 from balnorm.study.executors import Executor, LocalExecutor, Outcome, StudyError, Task
-from balnorm.study.grid import Member, setting_names, state_of
+from balnorm.study.grid import Member, settings_of, state_of
+from balnorm.tables import text_table
 from balnorm.training.config import Recipe
 from balnorm.training.run import Run, RunError
 
-__all__ = ["Estimate", "Stopped", "cores", "estimate", "run_study"]
+__all__ = ["Estimate", "Stopped", "cores", "dry_run", "estimate", "run_study"]
 
 _LOOK = 0.5  # seconds between looks at the runs' folders
 
@@ -88,13 +89,30 @@ class Estimate:
     """Of one epoch."""
 
 
+def dry_run(members: Sequence[Member], jobs: int, *, root: str | Path, threads: int, device: str | None) -> str:
+    """What would be run, and about how long it would take on this machine, as a table."""
+    found = estimate(members, LocalExecutor(1), root=root, threads=threads, device=device)
+    todo = sum(each.runs for each in found)
+    rows = [
+        [each.setting, str(each.runs), str(each.epochs), clock(each.seconds), clock(each.epochs * each.seconds)]
+        for each in found
+    ]
+    total = sum(each.epochs * each.seconds for each in found) / jobs
+    table = text_table(["setting", "runs to do", "epochs", "an epoch", "all"], rows) + "\n\n" if rows else ""
+    here = f", {jobs} at a time" if jobs > 1 else ""
+    return (
+        f"{table}{todo} of {len(members)} runs to do{here}: about {clock(total)} on this machine, estimated from a few "
+        f"steps with {threads} thread{'s' if threads > 1 else ''}"
+    )
+
+
 def estimate(
     members: Sequence[Member], executor: LocalExecutor, *, root: str | Path, threads: int, device: str | None
 ) -> list[Estimate]:
     """For each setting, what is to do and how long an epoch takes, from a few steps of one of its runs."""
     _check(members)
     estimates: dict[str, Estimate] = {}
-    names = setting_names([member.recipe for member in members])
+    names = map(str, settings_of([member.recipe for member in members]))
     for name, member in zip(names, members, strict=True):
         run = Run(member.folder)
         if (state := state_of(run)) in ("finished", "diverged"):

@@ -62,7 +62,7 @@ def load_checkpoint(
             continue
         return state, f"{problems[0]}: going on from the one before" if problems else None
     if problems:
-        raise CheckpointError(f"{'; '.join(problems)}: delete the folder to start again")
+        raise CheckpointError("; ".join(problems))
     return None
 
 

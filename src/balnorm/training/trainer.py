@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -34,7 +35,7 @@ from balnorm.layers import BalNormLayer
 from balnorm.models import create_model
 from balnorm.norms import NORMS, set_progress
 from balnorm.surgery import param_groups
-from balnorm.training.checkpoint import load_checkpoint, save_checkpoint, set_aside
+from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, set_aside
 from balnorm.training.config import Recipe
 from balnorm.training.processes import Processes, processes
 from balnorm.training.progress import Progress
@@ -178,6 +179,7 @@ class Trainer:
         if self.at.finished:
             self.progress.say(f"{self.run.folder} is finished")
             return
+        forget_peak_memory(self.team.device)
         with self.tensorboard() as curves, self.noticing_interrupts():
             while self.at.epoch < self.recipe.epochs:
                 started = time.perf_counter()
@@ -319,7 +321,10 @@ class Trainer:
 
     def resume(self) -> None:
         """Take up the state of the folder's checkpoint, if it has one."""
-        found = load_checkpoint(self.run.checkpoint, self.reject)
+        try:
+            found = load_checkpoint(self.run.checkpoint, self.reject)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}: delete the folder to start again") from error
         if found is None and len(self.run.records()) > 1:
             raise RunError(
                 f"{self.run.folder} has results and no checkpoint to go on from: move it away to start again"
@@ -459,12 +464,24 @@ def sums_of(loss: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([loss.double(), right.double(), right.new_tensor(len(labels)).double()])
 
 
+def forget_peak_memory(device: torch.device) -> None:
+    """Count the peak from here, where the system can: reading the data may take more than training."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
 def peak_memory(device: torch.device) -> int | None:
     """The most bytes that this process has used so far: on its GPU, or else in main memory, where that is known."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError):  # Linux
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
     try:
         import resource
     except ImportError:  # on Windows
         return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,245 @@
+"""What the figures of a study show, without drawing them: the page draws them in the browser, ``plots.py`` as files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from balnorm.study.grid import Setting
+from balnorm.study.results import Results
+from balnorm.study.statistics import Spread, final, spread, values_by_epoch
+
+__all__ = ["Curve", "Figure", "Panel", "Style", "figures", "style"]
+
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a method is drawn, always and everywhere."""
+
+    colour: str
+    dash: Literal["solid", "dashed", "dotted"] = "solid"
+
+
+# The palette of Okabe and Ito, which colour-blind readers can tell apart, with a few of Paul Tol's muted colours. What
+# belongs together has one colour and differs in its dashes, so that nothing depends on telling more colours apart.
+_STYLES = {
+    "balnorm": Style("#0072B2"),
+    "balnorm-two-pass": Style("#0072B2", "dashed"),
+    "balnorm-quarter": Style("#0072B2", "dotted"),
+    "balnorm-position": Style("#56B4E9"),
+    "balnorm-position-two-pass": Style("#56B4E9", "dashed"),
+    "balnorm-gain1": Style("#CC79A7"),
+    "balnorm-gain1-two-pass": Style("#CC79A7", "dashed"),
+    "balnorm-gain1-position": Style("#A0305F"),
+    "balnorm-gain1-position-two-pass": Style("#A0305F", "dashed"),
+    "batchnorm": Style("#D55E00"),
+    "batchnorm-quarter": Style("#D55E00", "dotted"),
+    "batchrenorm": Style("#D55E00", "dashed"),
+    "groupnorm": Style("#009E73"),
+    "layernorm": Style("#009E73", "dashed"),
+    "instancenorm": Style("#009E73", "dotted"),
+    "weightnorm": Style("#E69F00"),
+    "weightnorm-meanonly": Style("#E69F00", "dashed"),
+    "weightstandardization": Style("#E69F00", "dotted"),
+    "lrn": Style("#7A7A7A", "dashed"),
+    "none": Style("#7A7A7A"),
+}
+
+
+def style(norm: str) -> Style:
+    """The style of a normalisation."""
+    return _STYLES.get(norm, Style("#AA4499"))
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line with its band. ``None`` where a value is infinite: a run that diverged."""
+
+    norm: str
+    x: tuple[float, ...]
+    median: tuple[float | None, ...]
+    low: tuple[float | None, ...]
+    high: tuple[float | None, ...]
+    n: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    title: str
+    x_label: str
+    curves: tuple[Curve, ...]
+    x_range: Range | None = None
+    y_range: Range | None = None
+    x_log: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Panels side by side that share what is on their y axis."""
+
+    key: str
+    title: str
+    y_label: str
+    percent: bool
+    panels: tuple[Panel, ...]
+
+
+_METRICS = {
+    "test_accuracy": ("accuracy", "Test accuracy by epoch", "test accuracy", True),
+    "test_loss": ("loss", "Test loss by epoch", "test loss", False),
+    "train_loss": ("training-loss", "Training loss by epoch", "training loss", False),
+}
+
+
+def figures(results: Results) -> list[Figure]:
+    """Accuracy and losses by epoch, and final accuracy by each number that varies.
+
+    A study that compares norms only has panels for all epochs, the early and the last ones; one that varies something
+    else has a panel for each of its values.
+    """
+    drawn = []
+    variations = list(dict.fromkeys(setting.variation for setting in results.settings))
+    for metric, (key, title, y_label, percent) in _METRICS.items():
+        if len(variations) > 1:
+            panels = [_whole(v, _curves(results, metric, v)) for v in variations]
+            panels = _alike(panels)
+        else:
+            curves = _curves(results, metric, variations[0] if variations else "")
+            panels = [_whole("all epochs", curves), *_zooms(curves, percent)]
+        if any(panel.curves for panel in panels):
+            drawn.append(Figure(key, title, y_label, percent, tuple(panels)))
+    return [*_sweeps(results), *drawn]
+
+
+def _curves(results: Results, metric: str, variation: str) -> tuple[Curve, ...]:
+    curves = []
+    for setting in results.settings:
+        if setting.variation != variation:
+            continue
+        band = values_by_epoch(results.of(setting), metric)
+        if not band.epochs:
+            continue
+        curves.append(_curve(setting.norm, band.epochs, band.spreads))
+    return tuple(curves)
+
+
+def _curve(norm: str, x: Sequence[float], spreads: Sequence[Spread]) -> Curve:
+    return Curve(
+        norm,
+        tuple(map(float, x)),
+        median=tuple(_finite(each.median) for each in spreads),
+        low=tuple(_finite(each.low) for each in spreads),
+        high=tuple(_finite(each.high) for each in spreads),
+        n=tuple(each.n for each in spreads),
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _whole(title: str, curves: tuple[Curve, ...]) -> Panel:
+    return Panel(title, "epoch", curves, y_range=_limits(curves, -math.inf, math.inf, calm=True))
+
+
+def _zooms(curves: tuple[Curve, ...], percent: bool) -> list[Panel]:
+    """The first and the last quarter of the epochs, at least two each; none where there are too few."""
+    last = max((curve.x[-1] for curve in curves), default=0.0)
+    if last < 6:
+        return []
+    early, late = max(2.0, round(last / 4)), last - max(2.0, round(last / 4)) + 1
+    ends = [curve.median[-1] for curve in curves if curve.median[-1] is not None and curve.x[-1] >= late]
+
+    def near(curve: Curve) -> bool:
+        """Whether a curve ends near the best: the others would squeeze them together."""
+        end = curve.median[-1]
+        return end is not None and (end > max(ends) - 0.08 if percent else end < 2 * min(ends))
+
+    close = tuple(curve for curve in curves if near(curve))
+    return [
+        Panel("early epochs", "epoch", curves, (1.0, early), _limits(curves, 1.0, early, calm=True)),
+        Panel("last epochs", "epoch", curves, (late, last), _limits(close, late, last)),
+    ]
+
+
+def _limits(curves: Sequence[Curve], first: float, last: float, calm: bool = False) -> Range | None:
+    """From the least to the largest value in a range of epochs, with a margin. ``calm`` leaves out outbursts: what is
+    above twice the largest median of the first epochs."""
+    pairs = [
+        (low, high)
+        for curve in curves
+        for x, low, high in zip(curve.x, curve.low, curve.high, strict=True)
+        if first <= x <= last and low is not None and high is not None
+    ]
+    if not pairs:
+        return None
+    lowest, highest = min(low for low, _ in pairs), max(high for _, high in pairs)
+    begins = [curve.median[0] for curve in curves if curve.median[0] is not None]
+    if calm and begins and highest > 1:  # accuracies never are
+        highest = min(highest, 1.3 * sorted(begins)[len(begins) // 2])
+    margin = 0.05 * (highest - lowest) or 0.01
+    return lowest - margin, highest + margin
+
+
+def _alike(panels: list[Panel]) -> list[Panel]:
+    """The same y axis for all, so that they can be compared."""
+    ranges = [panel.y_range for panel in panels if panel.y_range is not None]
+    shared = (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
+    return [Panel(p.title, p.x_label, p.curves, p.x_range, shared, p.x_log) for p in panels]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Final accuracy against a number that varies
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _sweeps(results: Results) -> list[Figure]:
+    """A figure for each field with three numbers or more; a panel for each combination of the other varied fields."""
+    drawn = []
+    names = [name for name, _ in results.settings[0].varied] if results.settings else []
+    for name in names:
+        values = sorted({dict(s.varied)[name] for s in results.settings if _is_number(dict(s.varied)[name])})
+        if len(values) < 3:
+            continue
+        log = values[0] > 0 and values[-1] / values[0] >= 10
+        panels = []
+        for others in dict.fromkeys(_without(setting, name) for setting in results.settings):
+            chosen = [s for s in results.settings if _without(s, name) == others and _is_number(dict(s.varied)[name])]
+            curves = _sweep_curves(results, chosen, name)
+            if curves:
+                title = Setting("", others).variation or "final epoch"
+                panels.append(Panel(title, name.replace("_", " "), curves, None, _limits(curves, 0, math.inf), log))
+        if panels:
+            title = f"Final test accuracy by {name.replace('_', ' ')}"
+            drawn.append(Figure(f"by-{name.replace('_', '-')}", title, "test accuracy", True, tuple(_alike(panels))))
+    return drawn
+
+
+def _sweep_curves(results: Results, chosen: list[Setting], name: str) -> tuple[Curve, ...]:
+    def place(setting: Setting) -> float:
+        return float(dict(setting.varied)[name])
+
+    curves = []
+    for norm in dict.fromkeys(setting.norm for setting in chosen):
+        points = []
+        for setting in sorted((s for s in chosen if s.norm == norm), key=place):
+            found = spread(list(final(results.of(setting), "test_accuracy").values()))
+            if found is not None:
+                points.append((place(setting), found))
+        if points:
+            curves.append(_curve(norm, [x for x, _ in points], [found for _, found in points]))
+    return tuple(curves)
+
+
+def _without(setting: Setting, name: str) -> tuple[tuple[str, object], ...]:
+    return tuple((other, value) for other, value in setting.varied if other != name)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

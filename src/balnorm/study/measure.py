@@ -1,0 +1,121 @@
+"""Speed and memory of normalisations side by side: interleaved times, and bytes kept for the backward pass."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from balnorm.models import create_model
+from balnorm.tables import text_table
+from balnorm.training.config import Recipe
+
+__all__ = ["bench", "interleaved", "ratio", "saved_bytes", "training_step"]
+
+
+def bench(
+    recipe: Recipe, norms: Sequence[str], image: tuple[int, int, int], classes: int, rounds: int, device: str
+) -> str:
+    """A table of training steps of a recipe's network: time and memory of each norm, and their ratios to the first.
+
+    Args:
+        recipe: its network, batch size and precision are what is measured.
+        norms: the first is what the others are compared with.
+        image: channels, height and width.
+        classes: of the network.
+        rounds: in each of which every norm has one step.
+        device: to measure on.
+    """
+    channels, *_ = image
+    options = {name: value for name in ("width", "depth") if (value := getattr(recipe, name)) is not None}
+    x = torch.rand(recipe.batch_size, *image, device=device).contiguous(memory_format=torch.channels_last)
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(recipe.precision)
+    steps, kept = {}, {}
+    for norm in norms:
+        torch.manual_seed(recipe.seed)
+        model = create_model(recipe.model, norm, classes, in_channels=channels, **options)
+        model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
+            kept[norm] = saved_bytes(model, x)
+        steps[norm] = training_step(torch.compile(model) if recipe.compile else model, x, dtype)  # type: ignore[arg-type]
+    times = interleaved(steps, rounds)
+    rows = []
+    for norm in norms:
+        middle, low, high = ratio(times[norm], times[norms[0]])
+        rows.append(
+            [
+                norm,
+                f"{1000 * statistics.median(times[norm]):.1f}",
+                f"{middle:.2f} ({low:.2f}-{high:.2f})",
+                f"{kept[norm] / 2**20:.1f}",
+                f"{kept[norm] / kept[norms[0]]:.2f}",
+            ]
+        )
+    return text_table(["norm", "ms a step", "ratio (quartiles)", "MiB kept for backward", "ratio"], rows)
+
+
+def interleaved(functions: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
+    """Seconds of each function in each round: A, B, C, A, B, C, ... so that a drift of the machine meets all alike."""
+    for _ in range(warmup):
+        for function in functions.values():
+            function()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name, function in functions.items():
+                start = time.perf_counter()
+                function()
+                times[name].append(time.perf_counter() - start)
+    finally:
+        gc.enable()
+    return times
+
+
+def ratio(times: list[float], base: list[float]) -> tuple[float, float, float]:
+    """Median and quartiles of the ratio, taken round by round."""
+    ratios = [a / b for a, b in zip(times, base, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return middle, low, high
+
+
+def training_step(model: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> Callable[[], None]:
+    """Forward and backward pass, with fresh gradients each time; autocast to ``dtype`` if there is one."""
+    parameters = list(model.parameters())
+    target = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
+            output = model(x)
+        loss = nn.functional.cross_entropy(output.float(), target) if output.dim() == 2 else output.square().mean()
+        loss.backward()
+        if x.device.type == "cuda":
+            torch.cuda.synchronize(x.device)
+
+    return step
+
+
+def saved_bytes(model: nn.Module, x: Tensor) -> int:
+    """Bytes kept for the backward pass: each storage once, parameters and the input batch left out."""
+    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), x]}
+    storages: dict[int, int] = {}
+    kept: list[Tensor] = []  # so that no address is used twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage.nbytes()
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(x)
+    del output
+    return sum(storages.values())

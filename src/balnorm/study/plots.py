@@ -1,0 +1,103 @@
+"""Figures as files, for papers: SVG, PNG and PDF. The same study gives the same bytes."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from balnorm.study.figures import Curve, Figure, Panel, style
+from balnorm.training.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["FORMATS", "save_figure"]
+
+FORMATS = ("svg", "png", "pdf")
+
+_LOOK: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "0.9",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "svg.hashsalt": "balnorm",  # else every drawing has other names inside
+    "svg.fonttype": "none",
+}
+_WIDTH, _HEIGHT, _COLUMNS = 3.4, 2.7, 3
+_DASHES = {"solid": "-", "dashed": (0, (4, 1.6)), "dotted": (0, (1, 1.4))}
+
+
+def save_figure(figure: Figure, folder: Path, formats: tuple[str, ...] = FORMATS) -> list[Path]:
+    """Draw a figure into files of the folder, named by its key."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure as Canvas
+
+    columns = min(_COLUMNS, len(figure.panels))
+    rows = -(-len(figure.panels) // columns)
+    paths = []
+    with mpl.rc_context(_LOOK):
+        canvas = Canvas(figsize=(_WIDTH * max(columns, 1.6) + 0.3, _HEIGHT * rows + 0.7), layout="constrained")
+        axes = canvas.subplots(rows, columns, squeeze=False).flat
+        for panel, place in zip(figure.panels, axes, strict=False):
+            _draw(panel, place, figure)
+        for place in list(axes)[len(figure.panels) :]:
+            place.remove()
+        lines: dict[str, Any] = {}
+        for place in canvas.axes:
+            lines |= {label: line for line, label in zip(*place.get_legend_handles_labels(), strict=True)}
+        canvas.legend(
+            lines.values(), lines.keys(), loc="outside lower center", ncols=min(4, len(lines)), handlelength=3
+        )
+        canvas.suptitle(figure.title, fontsize=10.5, fontweight="bold")
+        for kind in formats:
+            buffer = io.BytesIO()
+            metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+            canvas.savefig(buffer, format=kind, dpi=150, metadata=metadata)
+            paths.append(folder / f"{figure.key}.{kind}")
+            write_atomically(paths[-1], buffer.getvalue())
+    return paths
+
+
+def _draw(panel: Panel, axes: Axes, figure: Figure) -> None:
+    if panel.x_log:
+        axes.set_xscale("log")
+        axes.set_xticks(sorted({x for curve in panel.curves for x in curve.x}))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(_no_ticks())
+    for curve in panel.curves:
+        _draw_curve(curve, axes, points=figure.key.startswith("by-"))
+    if panel.x_range is not None:
+        axes.set_xlim(*panel.x_range)
+    if panel.y_range is not None:
+        axes.set_ylim(*panel.y_range)
+    if not panel.x_log:
+        axes.locator_params(axis="x", integer=True)
+    if figure.percent:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.6g}%")
+    axes.set_title(panel.title, fontsize=9)
+    axes.set_xlabel(panel.x_label)
+    if axes.get_subplotspec().is_first_col():  # type: ignore[union-attr]
+        axes.set_ylabel(figure.y_label)
+
+
+def _draw_curve(curve: Curve, axes: Axes, points: bool) -> None:
+    look = style(curve.norm)
+    nan = float("nan")
+    median, low, high = ([nan if v is None else v for v in vs] for vs in (curve.median, curve.low, curve.high))
+    marker = "o" if points or len(curve.x) == 1 else ""
+    axes.plot(
+        curve.x, median, color=look.colour, linestyle=_DASHES[look.dash], linewidth=1.5, label=curve.norm,
+        marker=marker, markersize=4,
+    )  # fmt: skip
+    axes.fill_between(curve.x, low, high, color=look.colour, alpha=0.15, linewidth=0)
+
+
+def _no_ticks() -> Any:
+    from matplotlib.ticker import NullLocator
+
+    return NullLocator()

@@ -1,0 +1,236 @@
+"""From folders to a report: figures, tables, and one page that shows all of it and needs no network."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from balnorm.study.figures import figures, style
+from balnorm.study.grid import Setting
+from balnorm.study.plots import FORMATS, save_figure
+from balnorm.study.results import Result, Results, read_results
+from balnorm.study.statistics import difference, final, levels, spread
+from balnorm.study.tables import Table, as_csv, as_latex, as_markdown, as_text, baseline_of, study_tables
+from balnorm.training.config import NormName, Recipe
+from balnorm.training.files import write_atomically
+
+__all__ = ["Report", "write_report"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a report says, and where it is."""
+
+    page: Path
+    summary: tuple[str, ...]
+    """Sentences."""
+    tables: tuple[Table, ...]
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [f"{table.title}\n{as_text(table)}" for table in self.tables]
+        return "\n\n".join([*parts, " ".join(self.summary)])
+
+
+def write_report(
+    folders: Sequence[str | Path],
+    out: str | Path,
+    *,
+    title: str | None = None,
+    baseline: str = "batchnorm",
+    reach: Sequence[float] = (),
+    formats: Sequence[str] = FORMATS,
+) -> Report:
+    """Write the report of all runs below ``folders`` into the folder ``out``.
+
+    Args:
+        folders: of studies or runs; they may still be running.
+        out: gets ``index.html``, the figures, and each table as CSV, Markdown and LaTeX.
+        title: of the page; by default the names of the recipes.
+        baseline: the normalisation that the others are compared with.
+        reach: test accuracies, between 0 and 1, to give the epochs until which; by default some near the best.
+        formats: of the figures' files.
+    """
+    if unknown := [kind for kind in formats if kind not in FORMATS]:
+        raise ValueError(f"formats must be of {', '.join(FORMATS)}, got {', '.join(unknown)}")
+    if baseline not in get_args(NormName):
+        raise ValueError(f"baseline must be one of {', '.join(get_args(NormName))}, got {baseline!r}")
+    if any(not 0 < level < 1 for level in reach):
+        raise ValueError(f"reach takes accuracies between 0 and 1, such as 0.9, got {', '.join(map(str, reach))}")
+    results = read_results(folders)
+    if not results.runs:
+        because = f" ({results.problems[0]})" if results.problems else ""
+        raise ValueError(f"there is no run in {', '.join(map(str, folders))}{because}")
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    tables = study_tables(results, sorted(reach) or levels(results), baseline)
+    drawn = figures(results)
+    for figure in drawn:
+        save_figure(figure, out, tuple(formats))
+    for table in tables:
+        for ending, text in {"csv": as_csv(table), "md": as_markdown(table), "tex": as_latex(table)}.items():
+            write_atomically(out / f"{table.key}.{ending}", text.encode())
+    summary = summarize(results, baseline)
+    title = title or "balnorm: " + ", ".join(sorted({run.recipe.name for run in results.runs}))
+    page = _render(
+        title=title,
+        summary=summary,
+        figures=drawn,
+        charts=[asdict(figure) for figure in drawn],
+        formats=formats,
+        tables=tables,
+        styles=[{"norm": n, **asdict(style(n))} for n in dict.fromkeys(s.norm for s in results.settings)],
+        runs=[_run_row(run, out) for run in results.runs],
+        hyperparameters=_hyperparameters(results),
+        environments=_environments(results),
+        commands=_commands(results),
+        problems=results.problems,
+    )
+    write_atomically(out / "index.html", page.encode())
+    return Report(out / "index.html", tuple(summary), tuple(tables), results.problems)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# In words
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def summarize(results: Results, baseline: str) -> list[str]:
+    """What came out, in sentences."""
+    sentences = []
+    ranked = sorted(
+        ((found, setting) for setting in results.settings if (found := _final_spread(results, setting)) is not None),
+        key=lambda pair: -pair[0].median,
+    )
+    if ranked:
+        best, first = ranked[0]
+        epochs = results.of(first)[0].recipe.epochs
+        sentences.append(
+            f"{first} came out highest: a median test accuracy of {best.median:.2%} after {_many(epochs, 'epoch')} "
+            f"(quartiles {best.low:.2%} to {best.high:.2%}, {_many(best.n, 'seed')})."
+        )
+        others = [f"{setting} {_accuracy(found.median)}" for found, setting in ranked[1:7]]
+        more = f" and {len(ranked) - 7} more" if len(ranked) > 7 else ""
+        if others:
+            sentences.append(f"Then {', '.join(others)}{more}.")
+    sentences += _compared(results, baseline)
+    sentences.append(_counted(results))
+    if ranked and min(found.n for found, _ in ranked) < 3:
+        sentences.append("With fewer than three seeds, quartiles and differences say little.")
+    return sentences
+
+
+def _final_spread(results: Results, setting: Setting) -> Any:
+    return spread(list(final(results.of(setting), "test_accuracy").values()))
+
+
+def _compared(results: Results, baseline: str) -> list[str]:
+    """BalNorm against the baseline, where the study has both."""
+    sentences = []
+    for setting in results.settings:
+        other = baseline_of(setting, results, baseline)
+        if other is None or setting.norm != "balnorm":
+            continue
+        found = difference(final(results.of(setting), "test_accuracy"), final(results.of(other), "test_accuracy"))
+        if found is None:
+            continue
+        text = f"Seed by seed, {setting} is {100 * found.median:+.2f} points from {baseline} (median of "
+        text += f"{_many(found.n, 'seed')}"
+        if math.isfinite(found.low):
+            verdict = "which shows no difference" if found.low <= 0 <= found.high else "which excludes 0"
+            text += f", 95% interval {100 * found.low:+.2f} to {100 * found.high:+.2f}, {verdict}"
+        sentences.append(f"{text}).")
+    return sentences
+
+
+def _counted(results: Results) -> str:
+    total, finished = len(results.runs), results.count("finished")
+    if finished == total:
+        return f"All {total} runs finished." if total > 1 else "The run finished."
+    rest = {
+        "diverged": results.count("diverged"),
+        "failed": results.count("failed"),
+        "not finished yet": results.count("unfinished") + results.count("new"),
+    }
+    told = ", ".join(f"{count} {what}" for what, count in rest.items() if count)
+    return f"Of {_many(total, 'run')}, {finished} finished, {told}."
+
+
+def _accuracy(value: float) -> str:
+    return f"{value:.2%}" if value else "diverged"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The rest of the page
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _run_row(run: Result, out: Path) -> dict[str, Any]:
+    last = run.records[-1] if run.records else None
+    try:
+        link = os.path.relpath(run.folder / "metrics.jsonl", out)
+    except ValueError:  # on another drive, on Windows
+        link = str(run.folder / "metrics.jsonl")
+    return {
+        "setting": str(run.setting),
+        "seed": run.recipe.seed,
+        "state": run.state,
+        "epochs": f"{len(run.records)}/{run.recipe.epochs}",
+        "accuracy": None if last is None else last["test_accuracy"],
+        "loss": None if last is None else last["test_loss"],
+        "link": Path(link).as_posix(),
+    }
+
+
+def _hyperparameters(results: Results) -> list[tuple[str, str]]:
+    """Every field of the recipes: its value, or its values."""
+    rows = []
+    for field in fields(Recipe):
+        values = list(dict.fromkeys(repr(getattr(run.recipe, field.name)).strip("'") for run in results.runs))
+        shown = ", ".join(values[:12]) + (f" and {len(values) - 12} more" if len(values) > 12 else "")
+        rows.append((field.name, shown))
+    return rows
+
+
+def _environments(results: Results) -> list[tuple[int, list[tuple[str, str]]]]:
+    """Each machine with its versions, and how many starts it had."""
+    left_out = ("started", "command", "resumed")
+    counts = Counter(
+        tuple((name, str(value)) for name, value in start.items() if name not in left_out and value is not None)
+        for run in results.runs
+        for start in run.starts
+    )
+    return [(count, list(each)) for each, count in counts.most_common()]
+
+
+def _commands(results: Results) -> list[str]:
+    """The commands that started the runs, as they were typed."""
+    commands: dict[str, None] = {}
+    for run in results.runs:
+        for start in run.starts:
+            words = start.get("command")
+            if isinstance(words, list) and words:
+                commands[" ".join(["balnorm", *map(str, words[1:])])] = None
+    return list(commands)
+
+
+def _render(**values: Any) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("balnorm.study", "page"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("report.html").render(**values)

@@ -1,0 +1,144 @@
+"""What many runs say together: medians, quartiles, differences. It knows nothing of figures.
+
+A run that diverged counts, from then on, as worse than any other: accuracy 0 and infinite loss. Leaving it out would
+make a method that diverges half of the time look as good as one that never does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from balnorm.study.results import Result, Results
+
+__all__ = [
+    "Band",
+    "Difference",
+    "Spread",
+    "difference",
+    "epochs_to_reach",
+    "final",
+    "levels",
+    "probability_of_improvement",
+    "quantile",
+    "spread",
+    "values_by_epoch",
+]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of n values."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Band:
+    """A spread for each epoch."""
+
+    epochs: tuple[int, ...]
+    spreads: tuple[Spread, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two settings, seed by seed: the median, its 95% bootstrap interval, and how often the first does better."""
+
+    median: float
+    low: float
+    high: float
+    improvement: float
+    """The probability that a run of the first is better than one of the second; ties count half."""
+    n: int
+    """Seeds that both have."""
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """Linear between neighbours, as numpy has it, and right for infinite values too."""
+    ordered = sorted(values)
+    place = q * (len(ordered) - 1)
+    below, part = int(place), place - int(place)
+    if part == 0.0 or ordered[below] == ordered[below + 1]:
+        return ordered[below]
+    return ordered[below] * (1 - part) + ordered[below + 1] * part
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Median and quartiles, or None of nothing."""
+    if not values:
+        return None
+    low, median, high = (quantile(values, q) for q in (0.25, 0.5, 0.75))
+    return Spread(median, low, high, len(values))
+
+
+def worst(name: str) -> float:
+    """What a run that diverged counts as."""
+    return 0.0 if name.endswith("accuracy") else math.inf
+
+
+def values_by_epoch(runs: Sequence[Result], name: str) -> Band:
+    """A metric over the epochs, of all runs that have got so far."""
+    epochs = max((run.recipe.epochs for run in runs), default=0)
+    columns: list[list[float]] = [[] for _ in range(epochs)]
+    for run in runs:
+        values = [record[name] for record in run.records]
+        if run.state == "diverged":
+            values += [worst(name)] * (run.recipe.epochs - len(values))
+        for column, value in zip(columns, values, strict=False):
+            column.append(value)
+    kept = [(epoch, found) for epoch, column in enumerate(columns, 1) if (found := spread(column)) is not None]
+    return Band(tuple(epoch for epoch, _ in kept), tuple(found for _, found in kept))
+
+
+def final(runs: Sequence[Result], name: str) -> dict[int, float]:
+    """The metric after the last epoch, by seed, of the runs that have ended."""
+    values = {run.recipe.seed: run.records[-1][name] for run in runs if run.state == "finished" and run.records}
+    return values | {run.recipe.seed: worst(name) for run in runs if run.state == "diverged"}
+
+
+def epochs_to_reach(runs: Sequence[Result], accuracy: float) -> list[float]:
+    """For each run that has ended, the first epoch with this test accuracy; infinite where it never came."""
+    return [
+        next((float(r["epoch"]) for r in run.records if r["test_accuracy"] >= accuracy), math.inf)
+        for run in runs
+        if run.state in ("finished", "diverged")
+    ]
+
+
+def levels(results: Results) -> list[float]:
+    """Accuracies worth asking for: whole percents at about 75, 90 and 97 hundredths of the best median."""
+    finals = [final(results.of(setting), "test_accuracy") for setting in results.settings]
+    medians = [quantile(list(values.values()), 0.5) for values in finals if values]
+    best = max(medians, default=0.0)
+    return sorted({math.floor(100 * best * part) / 100 for part in (0.75, 0.9, 0.97)} - {0.0})
+
+
+def difference(ours: dict[int, float], theirs: dict[int, float], resamples: int = 10_000) -> Difference | None:
+    """Ours minus theirs for the seeds that both have, as a median with a 95% percentile bootstrap over seeds.
+
+    Of fewer than three seeds there is nothing to draw from: the interval is then infinite.
+    """
+    seeds = sorted(ours.keys() & theirs.keys())
+    if not seeds:
+        return None
+    each = np.array([ours[seed] - theirs[seed] for seed in seeds])
+    median = float(np.median(each))
+    improvement = probability_of_improvement([ours[s] for s in seeds], [theirs[s] for s in seeds])
+    if len(seeds) < 3:
+        return Difference(median, -math.inf, math.inf, improvement, len(seeds))
+    draws = np.random.default_rng(0).integers(len(seeds), size=(resamples, len(seeds)))
+    low, high = np.quantile(np.median(each[draws], axis=1), [0.025, 0.975])
+    return Difference(median, float(low), float(high), improvement, len(seeds))
+
+
+def probability_of_improvement(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """How often a value of ours is above one of theirs, over all pairs; ties count half."""
+    pairs = [(a > b) + 0.5 * (a == b) for a in ours for b in theirs]
+    return float(np.mean(pairs))

@@ -1,0 +1,364 @@
+"""From folders to numbers, figures and a page: what is said is what the runs say, whatever state they are in."""
+
+import csv
+import io
+import json
+import math
+import re
+import statistics as stdlib
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balnorm.cli import main
+from balnorm.study.figures import _STYLES, figures, style
+from balnorm.study.report import summarize, write_report
+from balnorm.study.results import read_results
+from balnorm.study.statistics import (
+    difference,
+    epochs_to_reach,
+    final,
+    levels,
+    probability_of_improvement,
+    quantile,
+    spread,
+    values_by_epoch,
+)
+from balnorm.study.tables import as_csv, as_latex, as_markdown, as_text, study_tables
+from balnorm.training.config import NormName
+from folders import make_run
+
+numbers = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12)
+
+
+@pytest.fixture
+def study(tmp_path):
+    """BalNorm ahead of BatchNorm by 1, 2 and 3 points; GroupNorm diverges once; one run of none is under way."""
+    for seed in range(3):
+        make_run(tmp_path, "batchnorm", seed, [0.5, 0.6, 0.70 + seed / 100])
+        make_run(tmp_path, "balnorm", seed, [0.5, 0.7, 0.71 + seed / 50])
+        make_run(tmp_path, "groupnorm", seed, [0.4] if seed == 0 else [0.4, 0.5, 0.6], epochs=3, diverged=seed == 0)
+        make_run(tmp_path, "none", seed, [0.2, 0.3] if seed == 2 else [0.2, 0.3, 0.4], epochs=3)
+    return tmp_path
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Statistics
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@given(numbers, st.floats(0, 1))
+def test_quantiles_are_numpys(values, q):
+    assert quantile(values, q) == pytest.approx(float(np.quantile(values, q)), rel=1e-9, abs=1e-6)
+
+
+def test_quantiles_of_infinite_values_are_no_nan():
+    assert quantile([1.0, math.inf, math.inf], 0.5) == math.inf
+    assert quantile([1.0, 2.0, math.inf], 0.5) == 2.0
+    assert quantile([1.0, 2.0, math.inf, math.inf], 0.5) == math.inf
+    assert quantile([math.inf] * 4, 0.3) == math.inf
+
+
+@given(numbers)
+def test_the_spread_is_median_and_quartiles(values):
+    found = spread(values)
+    assert found.median == pytest.approx(stdlib.median(values), rel=1e-9, abs=1e-6)
+    assert found.low <= found.median + 1e-6
+    assert found.median <= found.high + 1e-6
+    assert found.n == len(values)
+    assert spread([]) is None
+
+
+def test_a_run_that_diverged_counts_as_the_worst(study):
+    runs = [run for run in read_results([study]).runs if run.recipe.norm == "groupnorm"]
+    assert final(runs, "test_accuracy") == {0: 0.0, 1: 0.6, 2: 0.6}
+    assert final(runs, "test_loss")[0] == math.inf
+    band = values_by_epoch(runs, "test_accuracy")
+    assert [each.low for each in band.spreads] == [0.4, 0.25, 0.3]  # from the second epoch on one of three is 0
+    assert [each.n for each in band.spreads] == [3, 3, 3]
+    assert sorted(epochs_to_reach(runs, 0.5)) == [2, 2, math.inf]
+
+
+def test_a_run_under_way_counts_as_far_as_it_is(study):
+    runs = [run for run in read_results([study]).runs if run.recipe.norm == "none"]
+    assert [each.n for each in values_by_epoch(runs, "test_accuracy").spreads] == [3, 3, 2]
+    assert final(runs, "test_accuracy") == {0: 0.4, 1: 0.4}
+    assert len(epochs_to_reach(runs, 0.1)) == 2
+
+
+def test_differences_are_paired_by_seed():
+    theirs = {seed: 0.5 + seed / 10 for seed in range(5)}  # far apart from seed to seed, and always one point behind
+    found = difference({seed: value + 0.01 for seed, value in theirs.items()}, theirs)
+    assert (found.median, found.low, found.high) == pytest.approx((0.01, 0.01, 0.01))
+    assert found.n == 5
+    assert found.improvement == pytest.approx(15 / 25)  # over all pairs the seeds hide it
+    assert difference({1: 0.5}, {2: 0.5}) is None
+    assert difference({1: 0.5, 2: 0.9}, {2: 0.5}).n == 1
+
+
+def test_the_interval_of_few_seeds_is_infinite_and_of_many_holds_the_median():
+    assert difference({0: 0.6, 1: 0.6}, {0: 0.5, 1: 0.5}).low == -math.inf
+    rng = np.random.default_rng(1)
+    ours, theirs = (dict(enumerate(rng.normal(size=30))) for _ in range(2))
+    found = difference(ours, theirs)
+    assert found.low < found.median < found.high
+    assert found == difference(ours, theirs)  # the same every time
+    each = np.sort([ours[s] - theirs[s] for s in ours])
+    assert each[5] < found.low < each[14]  # about the 9th and the 21st of 30, by the binomial distribution
+    assert each[15] < found.high < each[25]
+
+
+@given(numbers, numbers)
+def test_probability_of_improvement_is_fair(ours, theirs):
+    there, back = probability_of_improvement(ours, theirs), probability_of_improvement(theirs, ours)
+    assert there + back == pytest.approx(1.0)
+    assert 0 <= there <= 1
+    assert probability_of_improvement([max(theirs) + 1], theirs) == 1
+
+
+def test_levels_are_whole_percents_below_the_best(study):
+    results = read_results([study])
+    assert levels(results) == [0.54, 0.65, 0.7]  # of 0.73
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Tables
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(table):
+    return {row[0].text: dict(zip(table.header, (cell.text for cell in row), strict=True)) for row in table.rows}
+
+
+def test_the_tables_say_what_the_runs_say(study):
+    results, differences, cost = study_tables(read_results([study]), [0.55, 0.7], "batchnorm")
+    rows = rows_of(results)
+    assert list(rows) == ["balnorm", "batchnorm", "groupnorm", "none"]
+    assert rows["balnorm"]["test accuracy, %"] == "73.00 (72.00–74.00)"  # noqa: RUF001
+    assert rows["balnorm"]["n"] == "3"
+    assert rows["groupnorm"]["test accuracy, %"] == "60.00 (30.00–60.00)"  # noqa: RUF001
+    assert rows["groupnorm"]["test loss"] == "0.800 (0.800–∞)"  # noqa: RUF001
+    assert (rows["groupnorm"]["diverged"], rows["none"]["unfinished"], rows["none"]["n"]) == ("1", "1", "2")
+    rows = rows_of(differences)
+    assert list(rows) == ["balnorm", "groupnorm", "none"]
+    assert rows["balnorm"]["difference, points"] == "+2.00"
+    assert rows["balnorm"]["95% interval"] == "+1.00 to +3.00"
+    assert rows["none"]["95% interval"] == "too few seeds"
+    rows = rows_of(cost)
+    assert rows["balnorm"]["epochs to 55%"] == "2 (2–2)"  # noqa: RUF001
+    assert rows["none"]["epochs to 55%"] == "not reached"
+    assert rows["balnorm"]["seconds an epoch"] == "1.50 (1.50–1.50)"  # noqa: RUF001
+    assert rows["balnorm"]["peak memory, MiB"] == "300 (300–300)"  # noqa: RUF001
+
+
+def test_the_csv_has_the_numbers_themselves(study):
+    results, differences, _ = study_tables(read_results([study]), [0.55], "batchnorm")
+    rows = {row["setting"]: row for row in csv.DictReader(io.StringIO(as_csv(results)))}
+    assert float(rows["balnorm"]["test_accuracy"]) == pytest.approx(0.73)
+    assert float(rows["groupnorm"]["test_loss_high"]) == math.inf
+    rows = {row["setting"]: row for row in csv.DictReader(io.StringIO(as_csv(differences)))}
+    assert float(rows["balnorm"]["difference_low"]) == pytest.approx(0.01)
+    assert rows["none"]["difference_low"] == ""
+
+
+def test_markdown_and_latex_are_well_formed(study):
+    for table in study_tables(read_results([study]), [0.55], "batchnorm"):
+        lines = as_markdown(table).splitlines()
+        body = [line for line in lines if line.startswith("|")]
+        assert len({line.count("|") for line in body}) == 1
+        assert len(body) == 2 + len(table.rows)
+        latex = as_latex(table)
+        columns = re.search(r"begin\{tabular\}\{(\w+)\}", latex)[1]
+        content = [line for line in latex.splitlines() if line.endswith(r"\\")]
+        assert {line.count(" & ") for line in content} == {len(columns) - 1}
+        assert all(rule in latex for rule in (r"\toprule", r"\midrule", r"\bottomrule"))
+        assert not re.search(r"(?<!\\)[%_]", latex.split("\n", 1)[1])
+        assert as_text(table).count("\n") == len(table.rows) + 1
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Figures
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_norm_has_a_style_of_its_own():
+    assert set(_STYLES) == set(get_args(NormName))
+    assert len(set(_STYLES.values())) == len(_STYLES)
+
+
+def test_a_study_of_norms_has_all_epochs_and_two_zooms(tmp_path):
+    for seed in range(3):
+        for norm, top in {"balnorm": 0.9, "batchnorm": 0.88, "none": 0.3}.items():
+            make_run(tmp_path, norm, seed, [top * (1 - 0.5 ** (e + 1)) for e in range(12)])
+    drawn = {figure.key: figure for figure in figures(read_results([tmp_path]))}
+    assert set(drawn) == {"accuracy", "loss", "training-loss"}
+    whole, early, late = drawn["accuracy"].panels
+    assert [curve.norm for curve in whole.curves] == ["balnorm", "batchnorm", "none"]
+    assert (early.x_range, late.x_range) == ((1, 3), (10, 12))
+    assert late.y_range[0] > 0.8  # none, far below, does not squeeze the others together
+    assert whole.y_range[0] < 0.2
+    assert whole.curves[0].median[-1] == pytest.approx(0.9, rel=1e-3)
+
+
+def test_what_varies_has_a_panel_each_and_a_sweep(tmp_path):
+    for seed in range(2):
+        for lr in (0.01, 0.1, 1.0):
+            for norm in ("balnorm", "batchnorm"):
+                make_run(tmp_path, norm, seed, [0.3, 0.5 + lr / 10], lr=lr)
+    sweep, accuracy, *_ = figures(read_results([tmp_path]))
+    assert sweep.key == "by-lr"
+    assert sweep.panels[0].x_log
+    assert sweep.panels[0].curves[0].x == (0.01, 0.1, 1.0)
+    assert sweep.panels[0].curves[0].median == pytest.approx((0.501, 0.51, 0.6))
+    assert [panel.title for panel in accuracy.panels] == ["lr=0.01", "lr=0.1", "lr=1.0"]
+    assert len({panel.y_range for panel in accuracy.panels}) == 1  # comparable
+
+
+def test_a_field_that_follows_from_another_is_not_shown_twice(tmp_path):
+    for size in (8, 32, 128):
+        make_run(tmp_path, "balnorm", 0, [0.3, 0.5], batch_size=size, lr=size / 1000)
+    assert [str(s) for s in read_results([tmp_path]).settings] == [
+        "balnorm batch_size=8",
+        "balnorm batch_size=32",
+        "balnorm batch_size=128",
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The report
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_has_all_its_files(study):
+    report = write_report([study], study / "report")
+    names = {path.name for path in (study / "report").iterdir()}
+    figures = {f"{key}.{kind}" for key in ("accuracy", "loss", "training-loss") for kind in ("svg", "png", "pdf")}
+    tables = {f"{key}.{kind}" for key in ("results", "differences", "cost") for kind in ("csv", "md", "tex")}
+    assert names == {"index.html"} | figures | tables
+    assert ET.parse(study / "report" / "accuracy.svg").getroot().tag.endswith("svg")
+    assert (study / "report" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert (study / "report" / "accuracy.pdf").read_bytes().startswith(b"%PDF")
+    page = report.page.read_text()
+    assert "../runs/balnorm-seed0/metrics.jsonl" in page
+    assert "balnorm compare digits" in page
+    assert not re.search(r"""(src|href)=["']?https?:""", page)  # no network
+    assert not report.problems
+
+
+def test_the_same_study_gives_the_same_bytes(study):
+    for name in ("a", "b"):
+        write_report([study / "runs"], study.parent / f"{study.name}-{name}" / "report")
+    first, second = (study.parent / f"{study.name}-{name}" / "report" for name in "ab")
+    for path in first.iterdir():
+        if path.name != "index.html":  # which links the runs from where it is
+            assert path.read_bytes() == (second / path.name).read_bytes(), path.name
+
+
+def test_the_summary_in_words(study):
+    text = " ".join(summarize(read_results([study]), "batchnorm"))
+    assert "balnorm came out highest: a median test accuracy of 73.00% after 3 epochs" in text
+    assert (
+        "balnorm is +2.00 points from batchnorm (median of 3 seeds, 95% interval +1.00 to +3.00, which excludes 0)"
+        in text
+    )
+    assert "Of 12 runs, 10 finished, 1 diverged, 1 not finished yet." in text
+    assert "fewer than three seeds" in text  # none has two
+
+
+def test_damaged_and_foreign_folders_are_told_and_not_fatal(study):
+    runs = study / "runs"
+    with (runs / "balnorm-seed0" / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 4, "tes')
+    (runs / "balnorm-seed1" / "environment.json").unlink()
+    (runs / "balnorm-seed2" / "metrics.jsonl").unlink()
+    (runs / "batchnorm-seed0" / "holiday.jpg").write_bytes(b"\xff\xd8")
+    (runs / "batchnorm-seed1" / "config.json").write_text('{"name": "di')
+    (runs / "batchnorm-seed2" / "metrics.jsonl").write_text("no\njson\n")
+    (runs / "none-seed0" / "config.json").write_text('{"data": "digits", "evil": 1}')
+    (runs / "none-seed1" / "config.json").unlink()
+    line = json.loads((runs / "none-seed2" / "metrics.jsonl").read_text().splitlines()[0])
+    (runs / "none-seed2" / "metrics.jsonl").write_text(json.dumps({**line, "test_accuracy": "high"}) + "\n")
+    (runs / "groupnorm-seed1" / "metrics.jsonl").write_bytes(b"\xff\xfe\x00\n")
+    (runs / "groupnorm-seed2" / "config.json").write_text("[]")
+    (runs / "photos").mkdir()
+    report = write_report([study], study / "report")
+    told = "\n".join(report.problems)
+    for word in (
+        "balnorm-seed0/metrics.jsonl ends in the middle of a line",
+        "balnorm-seed1/environment.json is missing",
+        "balnorm-seed2 has no metrics yet",
+        "holiday.jpg",
+        "batchnorm-seed1/config.json cannot be read",
+        "batchnorm-seed2/metrics.jsonl, line 1 is not JSON",
+        "none-seed0/config.json cannot be read",
+        "none-seed1 has metrics and no config.json",
+        "none-seed2/metrics.jsonl, line 1 has no number for test_accuracy",
+        "groupnorm-seed1/metrics.jsonl, line 1",
+        "groupnorm-seed2/config.json",
+    ):
+        assert word in told
+    assert len(report.problems) == 11
+    assert rows_of(report.tables[0])["balnorm"]["n"] == "2"
+    assert all(problem.replace("&", "&amp;").split("(")[0] in report.page.read_text() for problem in report.problems)
+
+
+def test_hostile_text_in_a_folder_stays_text(tmp_path):
+    evil = "</script><script>alert(1)</script>"
+    run = make_run(tmp_path, "balnorm", 0, [0.5, 0.6])
+    recipe = json.loads(run.config.read_text())
+    run.config.write_text(json.dumps({**recipe, "name": evil}))
+    run.environment.write_text(json.dumps([{"torch": evil, "command": ["balnorm", evil]}]))
+    page = write_report([tmp_path], tmp_path / "report").page.read_text()
+    assert "<script>alert" not in page
+
+
+def test_mistakes_are_answered_in_a_sentence(study, tmp_path_factory, capsys):
+    empty = tmp_path_factory.mktemp("empty")
+    for arguments, answer in {
+        ("report", str(empty)): "there is no run in",
+        ("report", str(empty / "nowhere")): "is no folder",
+        ("report",): "which folder?",
+        ("report", str(study), "--reach", "95"): "accuracies between 0 and 1",
+    }.items():
+        assert main(list(arguments)) == 2
+        assert answer in capsys.readouterr().err
+    blocked = empty / "file"
+    blocked.write_text("")
+    assert main(["report", str(study), "--out", str(blocked)]) == 1
+    assert "could not be written" in capsys.readouterr().err
+
+
+def test_the_command_prints_tables_and_the_page(study, capsys):
+    assert main(["report", str(study), "--formats", "svg", "--reach", "0.6", "--title", "Mine"]) == 0
+    printed = capsys.readouterr()
+    assert "73.00 (72.00–74.00)" in printed.out  # noqa: RUF001
+    assert "epochs to 60%" in printed.out
+    assert printed.out.strip().endswith("report/index.html")
+    assert "<title>Mine</title>" in (study / "report" / "index.html").read_text()
+    assert not (study / "report" / "accuracy.png").exists()
+
+
+def test_a_report_needs_no_torch(study):
+    program = "import sys; from balnorm.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", program, "report", str(study), "--formats", "svg"]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def test_five_hundred_runs_are_reported_in_seconds(tmp_path):
+    """The one limit of time that is asked for: ten seconds, where it takes about three."""
+    curve = [0.9 * (1 - 0.9 ** (e + 1)) for e in range(30)]
+    for norm in ("balnorm", "batchnorm", "groupnorm", "layernorm", "none"):
+        for seed in range(100):
+            make_run(tmp_path, norm, seed, curve)
+    started = time.process_time()
+    report = write_report([tmp_path], tmp_path / "report")
+    assert time.process_time() - started < 10
+    assert "All 500 runs finished." in report.summary
+    assert style("balnorm").colour in report.page.read_text()
