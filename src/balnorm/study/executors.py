@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from balnorm.study.grid import FAILURE, Member
+from balnorm.training.files import write_atomically
+from balnorm.training.run import Run
 
 __all__ = ["Executor", "LocalExecutor", "Outcome", "RayExecutor", "StudyError", "Task", "execute"]
 
@@ -93,10 +95,10 @@ def execute(task: Task) -> tuple[End, str]:
 
 
 def keep_failure(member: Member, text: str) -> None:
-    """Write why a run failed into its folder."""
+    """Write why a run failed into its folder, which a run that failed early has not made yet."""
     with contextlib.suppress(OSError):
-        member.folder.mkdir(parents=True, exist_ok=True)
-        (member.folder / FAILURE).write_text(text)
+        Run(member.folder).create(member.recipe)
+        write_atomically(member.folder / FAILURE, text.encode())
 
 
 # --------------------------------------------------------------------------------------------------------------------

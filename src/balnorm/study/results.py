@@ -82,9 +82,11 @@ def _result(run: Run, recipe: Recipe, setting: Setting, problems: list[str]) -> 
     except (RunError, OSError) as error:
         problems.append(f"{_one_line(error)}: counted as failed")
         state, records = "failed", []
-    if not run.metrics.exists():
+    if state == "failed" and (run.folder / FAILURE).exists():
+        problems.append(f"{run.folder} failed: {_last_line(run.folder / FAILURE)}")
+    elif not run.metrics.exists():
         problems.append(f"{run.folder} has no metrics yet: counted as {state}")
-    elif not run.metrics.read_bytes().endswith(b"\n") and run.metrics.stat().st_size:
+    if run.metrics.exists() and not (run.metrics.read_bytes() or b"\n").endswith(b"\n"):
         problems.append(f"{run.metrics} ends in the middle of a line, which is left out: counted as {state}")
     if foreign := sorted(path.name for path in run.folder.iterdir() if not _is_ours(path)):
         problems.append(f"{run.folder} holds something that is not of a run ({', '.join(foreign)}): ignored")
@@ -107,6 +109,8 @@ def _starts(run: Run, problems: list[str]) -> tuple[dict[str, Any], ...]:
         starts = json.loads(run.environment.read_text())
     except (OSError, ValueError):
         starts = None
+    if starts is None and not run.metrics.exists():  # it never began
+        return ()
     if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
         problems.append(f"{run.environment} is missing or damaged: where the run ran is not known")
         return ()
@@ -127,6 +131,13 @@ def _place(setting: Setting) -> tuple[Any, ...]:
     # Numbers by size and before other values, which go by their names.
     values = [(0, value, "") if isinstance(value, int | float) else (1, 0, str(value)) for _, value in setting.varied]
     return (*values, place)
+
+
+def _last_line(path: Path) -> str:
+    try:
+        return (path.read_text(errors="replace").strip().splitlines() or ["for no reason given"])[-1]
+    except OSError as error:
+        return str(error)
 
 
 def _one_line(error: Exception) -> str:

@@ -46,9 +46,9 @@ def run_study(
     _check(members)
     waiting = [member for member in members if state_of(Run(member.folder)) not in ("finished", "diverged")]
     if waiting:
-        waiting[0].folder.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(executor, LocalExecutor) and (problem := executor.call(_problem, waiting[0].recipe, root)):
             raise StudyError(problem)
+        waiting[0].folder.parent.mkdir(parents=True, exist_ok=True)
     tasks = [
         Task(replace(member, folder=member.folder.absolute()), Path(root).absolute(), threads, device)
         for member in waiting

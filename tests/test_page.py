@@ -1,0 +1,135 @@
+"""The report's page in a real browser. Needs a Chromium (Debian: apt install chromium) and playwright."""
+
+import importlib.util
+import shutil
+
+import pytest
+
+from balnorm.study.report import write_report
+from folders import make_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or importlib.util.find_spec("playwright") is None, reason="needs Chromium and playwright"
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """Three norms over eight epochs, with a run that diverged; and the same at three learning rates."""
+    folder = tmp_path_factory.mktemp("study")
+    for seed in range(3):
+        for norm, top in {"balnorm": 0.9, "batchnorm": 0.85, "none": 0.4}.items():
+            make_run(folder / "norms", norm, seed, [top * (1 - 0.6 ** (e + 1)) + seed / 100 for e in range(8)])
+            for lr in (0.01, 0.1, 1.0):
+                make_run(folder / "rates", norm, seed, [0.2, top - lr / 10], lr=lr)
+    make_run(folder / "norms", "groupnorm", 0, [0.3, 0.4], epochs=8, diverged=True)
+    return folder
+
+
+@pytest.fixture(params=["norms", "rates"])
+def page(request, browser, study):
+    path = write_report([study / request.param], study / request.param / "report", formats=["svg"]).page
+    with browser.new_context(viewport={"width": 1400, "height": 1000}) as context:
+        page = context.new_page()
+        page.complaints = []
+        page.on("console", lambda message: page.complaints.append(message.text))
+        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.on("requestfailed", lambda request: page.complaints.append(request.url))
+        page.requests = []
+        page.on("request", lambda request: page.requests.append(request.url))
+        page.goto(path.as_uri())
+        yield page
+        assert page.complaints == []
+        assert [url for url in page.requests if not url.startswith(("file:", "data:"))] == []
+
+
+def test_figures_are_drawn_and_everything_is_in_view(page):
+    panels = page.locator(".panel svg")
+    assert panels.count() >= 9
+    assert page.locator(".line").count() >= 9 * 3
+    for line in page.locator(".line").all():
+        assert "NaN" not in line.get_attribute("points")
+    for width in (1400, 390):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(250)  # until it is redrawn
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        box = panels.first.bounding_box()
+        assert 200 < box["width"] <= width
+
+
+def test_curves_can_be_switched_off_and_on(page):
+    lines = page.locator('.line[data-norm="batchnorm"]')
+    before, others = lines.count(), page.locator(".line").count()
+    assert before >= 9
+    page.get_by_label("batchnorm", exact=True).uncheck()
+    assert lines.count() == 0
+    assert page.locator(".line").count() == others - before
+    page.get_by_label("batchnorm", exact=True).check()
+    assert lines.count() == before
+
+
+def test_hovering_shows_the_values(page):
+    tip = page.locator("#tip")
+    assert not tip.is_visible()
+    panel = page.locator("#figure-accuracy .panel svg").first
+    box = panel.bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 12, box["y"] + box["height"] / 2)
+    assert tip.is_visible()
+    text = tip.inner_text()
+    assert "balnorm" in text
+    assert "n = 3" in text
+    assert "%" in text
+    for edge in (box["x"] + 60, box["x"] + box["width"] - 12):  # it never leaves the window
+        page.mouse.move(edge, box["y"] + box["height"] / 2)
+        place = tip.bounding_box()
+        assert place["x"] >= 0
+        assert place["x"] + place["width"] <= 1400
+    page.mouse.move(2, 2)
+    assert not tip.is_visible()
+
+
+def test_tables_sort_both_ways(page):
+    table = page.locator("#table-results")
+
+    def column(index):
+        cells = table.locator(f"tbody tr td:nth-child({index})")
+        return [cell.get_attribute("data-sort") for cell in cells.all()]
+
+    heading = table.get_by_role("button", name="test accuracy")
+    heading.click()
+    upwards = [float(value) for value in column(3)]
+    assert upwards == sorted(upwards)
+    heading.click()
+    downwards = [float(value) for value in column(3)]
+    assert downwards == sorted(downwards, reverse=True)
+    assert upwards != downwards
+    table.get_by_role("button", name="setting").click()
+    assert column(1) == sorted(column(1))
+    assert table.locator("th[aria-sort]").count() == 1
+
+
+def test_dark_and_print_have_their_own_colours(page):
+    def background():
+        return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    page.emulate_media(color_scheme="light")
+    assert background() == "rgb(255, 255, 255)"
+    page.emulate_media(color_scheme="dark")
+    dark = [int(part) for part in background()[4:-1].split(",")]
+    assert max(dark) < 60
+    page.emulate_media(color_scheme="dark", media="print")
+    assert background() == "rgb(255, 255, 255)"
+    assert len(page.pdf()) > 10_000

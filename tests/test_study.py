@@ -1,0 +1,366 @@
+"""Studies: which runs there are, and that they come to the same end whatever happens on the way."""
+
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from balnorm.cli import main
+from balnorm.recipes import get_recipe
+from balnorm.study.display import Display, clock
+from balnorm.study.executors import LocalExecutor, Outcome
+from balnorm.study.grid import Setting, plan, settings_of, state_of
+from balnorm.study.runner import run_study
+from balnorm.training.run import Run, read_metrics
+from folders import make_run
+
+SMALL = ["--epochs", "3", "--train-limit", "200", "--test-limit", "60", "--width", "4", "--batch-size", "20"]
+DIGITS = replace(get_recipe("digits"), epochs=3, train_limit=200, test_limit=60, width=4, batch_size=20)
+LONGER = ["--epochs", "60", *SMALL[2:]]
+
+
+def results(folder):
+    """What came out of every run, without what time it took."""
+    return {
+        path.parent.name: [
+            {name: value for name, value in record.items() if name not in ("seconds", "peak_memory")}
+            for record in read_metrics(path)
+        ]
+        for path in sorted(folder.glob("runs/*/metrics.jsonl"))
+    }
+
+
+def compare(out, *options):
+    return main(
+        ["compare", "digits", *SMALL, "--norms", "balnorm", "batchnorm", "--seeds", "2", "--out", str(out), *options]
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The grid
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_grid_is_every_combination_seed_by_seed(tmp_path):
+    recipe = replace(DIGITS, seed=5)
+    members = plan(recipe, tmp_path, ["balnorm", "none"], 2, {"lr": [0.1, 0.2], "width": [4, 8]})
+    names = [member.folder.name for member in members]
+    assert len(names) == len(set(names)) == 16
+    assert names[:2] == ["balnorm-lr=0.1-width=4-seed5", "balnorm-lr=0.1-width=8-seed5"]
+    assert {member.recipe.seed for member in members[:8]} == {5}
+    assert {(m.recipe.norm, m.recipe.lr, m.recipe.width, m.recipe.seed) for m in members} == {
+        (norm, lr, width, seed)
+        for norm in ("balnorm", "none")
+        for lr in (0.1, 0.2)
+        for width in (4, 8)
+        for seed in (5, 6)
+    }
+
+
+@pytest.mark.parametrize(
+    ("norms", "seeds", "vary", "problem"),
+    [
+        (["balnorm"], 0, {}, "seeds must be at least 1"),
+        ([], 1, {}, "at least one normalisation"),
+        (["balnorm", "balnorm"], 1, {}, "twice"),
+        (["balnorm"], 1, {"lr": [0.1, 0.1]}, "twice"),
+        (["balnorm"], 1, {"lr": [0.1, -1.0]}, "lr must be above 0"),
+    ],
+)
+def test_a_wrong_grid_is_refused(tmp_path, norms, seeds, vary, problem):
+    with pytest.raises(ValueError, match=problem):
+        plan(DIGITS, tmp_path, norms, seeds, vary)
+
+
+def test_settings_name_what_varies_and_nothing_else():
+    recipes = [
+        replace(DIGITS, norm=norm, lr=lr, seed=seed) for norm in ("a", "b") for lr in (0.1, 1.0) for seed in (0, 1)
+    ]
+    assert settings_of(recipes)[0] == settings_of(recipes)[1] == Setting("a", (("lr", 0.1),))
+    assert str(settings_of(recipes)[-1]) == "b lr=1.0"
+    assert str(settings_of(recipes[:2])[0]) == "a"
+
+
+def test_the_state_of_a_run(tmp_path):
+    assert state_of(Run(tmp_path / "nowhere")) == "new"
+    assert state_of(make_run(tmp_path, seed=0, accuracies=[0.5], epochs=1)) == "finished"
+    assert state_of(make_run(tmp_path, seed=1, accuracies=[0.5], epochs=2)) == "unfinished"
+    assert state_of(make_run(tmp_path, seed=2, accuracies=[0.5], epochs=3, diverged=True)) == "diverged"
+    failed = make_run(tmp_path, seed=3, accuracies=[0.5], epochs=2)
+    (failed.folder / "error.txt").write_text("Traceback")
+    assert state_of(failed) == "failed"
+    failed.config.write_text("{")
+    assert state_of(failed) == "failed"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Running
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A study that nothing happened to."""
+    out = tmp_path_factory.mktemp("whole") / "study"
+    assert compare(out, "--threads", "1", "--quiet") == 0
+    return out
+
+
+def test_a_study_runs_all_and_ends_with_a_report(whole):
+    assert set(results(whole)) == {f"{norm}-seed{seed}" for norm in ("balnorm", "batchnorm") for seed in (0, 1)}
+    assert all(len(records) == 3 for records in results(whole).values())
+    page = (whole / "report" / "index.html").read_text()
+    assert "All 4 runs finished." in page
+
+
+def test_several_jobs_give_the_same_numbers(whole, tmp_path, capfd):
+    assert compare(tmp_path / "study", "--jobs", "2", "--threads", "1") == 0
+    assert results(tmp_path / "study") == results(whole)
+    printed = capfd.readouterr().out
+    assert len(re.findall(r"\[\d/4\] \w+ seed \d: test accuracy [\d.]+% in .*, about .* left", printed)) == 4
+    assert "Results after the last epoch" in printed
+    assert "report/index.html" in printed
+
+
+def test_finished_runs_are_kept_also_in_another_place(whole, tmp_path, capfd):
+    shutil.copytree(whole, tmp_path / "copy")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "copy" / "runs").rglob("*")}
+    assert compare(tmp_path / "copy", "--threads", "1") == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "copy" / "runs").rglob("*")} == before
+    assert "4 of 4 runs are finished and are kept" in capfd.readouterr().out
+    assert compare(tmp_path / "copy", "--threads", "1", "--seeds", "3") == 0  # more seeds join them
+    assert len(results(tmp_path / "copy")) == 6
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_another_recipe_for_the_same_folder_is_refused_before_anything_runs(whole, tmp_path, capfd):
+    shutil.copytree(whole, tmp_path / "copy")
+    assert compare(tmp_path / "copy", "--seeds", "3", "--lr", "0.5") == 1
+    assert "was started with another recipe (lr: 0.5, was 0.1)" in capfd.readouterr().err
+    assert len(results(tmp_path / "copy")) == 4
+
+
+def test_a_run_that_fails_is_told_counted_and_tried_again(tmp_path, capfd):
+    """batchnorm cannot have synchronised statistics on a CPU; balnorm can."""
+    options = ["--device", "cpu", "--threads", "1"]
+    assert compare(tmp_path / "study", "--sync-stats", *options) == 1
+    printed = capfd.readouterr()
+    assert "batchnorm seed 0: failed, sync_stats for batchnorm is torch's SyncBatchNorm" in printed.out
+    assert "2 of 4 runs failed" in printed.err
+    assert "Of 4 runs, 2 finished, 2 failed." in printed.out
+    assert "batchnorm-seed0 failed: ValueError: sync_stats for batchnorm" in printed.err
+    assert "Traceback" in (tmp_path / "study" / "runs" / "batchnorm-seed0" / "error.txt").read_text()
+    assert set(results(tmp_path / "study")) == {"balnorm-seed0", "balnorm-seed1"}
+    assert compare(tmp_path / "study", "--sync-stats", *options) == 1
+    assert "2 of 4 runs are finished and are kept" in capfd.readouterr().out
+
+
+def test_a_run_that_diverges_is_a_result(tmp_path, capfd):
+    arguments = ["compare", "digits", *SMALL, "--norms", "none", "--seeds", "1", "--lr", "1e12", "--threads", "1"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    printed = capfd.readouterr().out
+    assert "none seed 0: diverged" in printed
+    assert "Of 1 run, 0 finished, 1 diverged." in printed
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    assert "1 of 1 runs are finished and are kept" in capfd.readouterr().out
+
+
+def test_missing_data_is_told_before_anything_runs(tmp_path, capfd):
+    assert main(["compare", "cifar10-desk", "--root", str(tmp_path / "data"), "--out", str(tmp_path / "study")]) == 1
+    printed = capfd.readouterr().err
+    assert printed.count("\n") == 1
+    assert "balnorm data get cifar10" in printed
+    assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        (["--jobs", "0"], "jobs and threads must be at least 1"),
+        (["--threads", "0"], "jobs and threads must be at least 1"),
+        (["--gpus", "1"], "give --ray too"),
+        (["--ray", "local", "--jobs", "2"], "jobs is for this machine"),
+        (["--vary", "speed=1"], "--vary takes a field of the recipe"),
+        (["--vary", "norm=balnorm"], "--vary takes a field of the recipe"),
+        (["--vary", "lr"], "--vary takes a field of the recipe"),
+        (["--vary", "compile=maybe"], "compile is True or False"),
+        (["--vary", "lr=-1"], "lr must be above 0"),
+        (["--norms", "batchnorn"], "invalid choice"),
+        (["--norm", "batchnorm"], "--norm"),
+        (["--seeds", "0"], "seeds must be at least 1"),
+    ],
+)
+def test_mistakes_are_answered_before_anything_runs(tmp_path, capsys, options, answer):
+    assert main(["compare", "digits", *options, "--out", str(tmp_path / "study")]) == 2
+    printed = capsys.readouterr()
+    assert answer in " ".join((printed.out + printed.err).split())
+    assert not (tmp_path / "study").exists()
+
+
+def test_a_dry_run_estimates_and_writes_nothing(tmp_path, capfd):
+    vary = ["--vary", "lr=0.1,0.2", "sync_stats=False"]
+    assert compare(tmp_path / "study", "--dry-run", "--jobs", "2", *vary) == 0
+    printed = capfd.readouterr().out
+    assert re.search(r"balnorm lr=0.1 +2 +6 ", printed)
+    assert re.search(r"8 of 8 runs to do, 2 at a time: about [\d.]+ s on this machine", printed)
+    assert not (tmp_path / "study").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Killed and stopped
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def start(out):
+    """A study as a process of its own, which prints into a file beside its folder."""
+    command = [sys.executable, "-m", "balnorm", "compare", "digits", *LONGER, "--norms", "balnorm", "none"]
+    command += ["--seeds", "1", "--jobs", "2", "--out", str(out)]
+    with out.with_suffix(".log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+
+def printed_by(out):
+    return out.with_suffix(".log").read_text()
+
+
+def wait_for_epochs(out, epochs):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        found = [len(path.read_text().splitlines()) for path in out.glob("runs/*/metrics.jsonl")]
+        if len(found) == 2 and min(found) >= epochs:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the study does not get on")
+
+
+def workers_of(parent):
+    """The training processes of a study: those that hold a run's config.json open, and so its lock."""
+    found = []
+    for process in os.listdir("/proc"):
+        try:
+            files = [os.readlink(f"/proc/{process}/fd/{fd}") for fd in os.listdir(f"/proc/{process}/fd")]
+        except OSError:
+            continue
+        if any(file.startswith(str(parent)) and file.endswith("config.json") for file in files):
+            found.append(int(process))
+    return found
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory):
+    out = tmp_path_factory.mktemp("longer") / "study"
+    process = start(out)
+    assert process.wait(300) == 0, printed_by(out)
+    return results(out)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("how", ["a worker is killed", "the study is killed", "Ctrl-C"])
+def test_whatever_happens_the_result_is_the_same(longer, tmp_path, how):
+    out = tmp_path / "study"
+    process = start(out)
+    wait_for_epochs(out, 2)
+    workers = workers_of(out)
+    assert len(workers) == 2
+    if how == "a worker is killed":
+        os.kill(workers[0], signal.SIGKILL)
+        assert process.wait(300) == 1
+        printed = printed_by(out)
+        assert "failed, its process was ended by signal 9: the same command goes on with it" in printed
+        assert "1 of 2 runs failed" in printed
+    elif how == "the study is killed":
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 30
+        while workers_of(out) and time.monotonic() < deadline:  # they save, and end by themselves
+            time.sleep(0.1)
+        assert not workers_of(out)
+    else:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert "stopped, and saved: the same command goes on from there" in printed_by(out)
+        assert not workers_of(out)
+    assert any(len(records) < 60 for records in results(out).values())  # it was in the middle
+    again = start(out)
+    assert again.wait(300) == 0, printed_by(out)
+    assert results(out) == longer
+    assert not list(out.rglob("error.txt"))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is seen
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_sees_a_row_for_each_norm(tmp_path):
+    ours, theirs = pty.openpty()
+    command = [
+        sys.executable,
+        "-m",
+        "balnorm",
+        "compare",
+        "digits",
+        *SMALL,
+        "--seeds",
+        "2",
+        "--out",
+        str(tmp_path / "study"),
+    ]
+    command += ["--norms", "balnorm", "none"]
+    environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm"}
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            chunk = os.read(ours, 65536)
+        except OSError:  # the other side is closed
+            break
+        if not chunk:
+            break
+        seen += chunk
+    assert process.wait(60) == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())
+    assert re.search(r"setting\s+done\s+running \(seed: epoch\)\s+best so far\s+diverged\s+failed\s+time left", text)
+    assert re.search(r"balnorm\s+0/2\s+0: \d/3", text)
+    assert re.search(r"balnorm\s+2/2\s+[\d.]+%", text)
+    assert re.search(r"none\s+2/2\s+[\d.]+%", text)
+    os.close(ours)
+
+
+def test_the_time_left_is_what_the_epochs_took(tmp_path):
+    make_run(tmp_path, "balnorm", 0, [0.5, 0.6], epochs=2)  # 1.5 seconds an epoch
+    members = plan(
+        replace(DIGITS, epochs=2, width=16, batch_size=64, train_limit=None, test_limit=None), tmp_path, ["balnorm"], 3
+    )
+    display = Display(members, slots=2, show=False)
+    assert display.kept == 1
+    assert display.time_left() == pytest.approx(2 * 2 * 1.5 / 2)
+    make_run(tmp_path, "balnorm", 1, [], epochs=2, diverged=True)
+    display.ended(Outcome(replace(members[1], folder=members[1].folder.absolute()), "done"))
+    assert display.time_left() == pytest.approx(2 * 1.5 / 2, rel=0.2)
+    assert display.row("balnorm")[:4] == ["1/3", "", "60.00%", "1"]
+
+
+def test_clocks():
+    assert [clock(s) for s in (7.24, 80, 3600 * 3 + 300)] == ["7.2 s", "1:20 min", "3:05 h"]
+
+
+def test_a_run_that_somebody_else_trains_is_left_to_them(tmp_path, capfd):
+    member = plan(DIGITS, tmp_path, ["balnorm"], 1)[0]
+    run = Run(member.folder)
+    run.create(member.recipe)
+    with run.alone():
+        outcomes = run_study([member], LocalExecutor(1), threads=1)
+    assert [outcome.end for outcome in outcomes] == ["busy"]
+    assert "left to the other process" in capfd.readouterr().out
+    assert not (member.folder / "error.txt").exists()
+    assert json.loads(run.config.read_text())["norm"] == "balnorm"
