@@ -1,6 +1,6 @@
 # Every target builds .venv by itself when it is missing or older than what it is made from.
 .DELETE_ON_ERROR:
-.PHONY: help test check format bench clean
+.PHONY: help demo test check format bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,6 +9,9 @@ READY := $(VENV)/.ready
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) ## compare normalisations on handwritten digits, a few minutes, and write a report to look at
+	$(BIN)/balnorm compare digits --norms balnorm batchnorm groupnorm none --seeds 5 --jobs 2 --out studies/demo
 
 test: $(READY) ## run all tests and the examples in the docstrings
 	$(BIN)/pytest

@@ -570,7 +570,7 @@ def test_the_command_line(tmp_path):
         (["--help"], 0, "balnorm train digits --norm batchnorm --seed 3 --out runs/a"),
         (["train", "--help"], 0, "recipes:"),
         ([], 2, "usage: balnorm train RECIPE"),
-        (["trian", "digits"], 2, "balnorm: there is no command 'trian': it is train or data"),
+        (["trian", "digits"], 2, "balnorm: there is no command 'trian': did you mean train?"),
         (["train", "digit"], 2, "the recipe must be one of digits, "),
         (["train", "digits", "--epoch", "3"], 2, "Perhaps you meant"),
         (["train", "digits", "--lr", "fast"], 2, "could not convert string to float: 'fast'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import sys
@@ -317,9 +318,10 @@ def _run(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]]) -> int:
             print(dry_run(members, grid.jobs, root=grid.root, threads=threads, device=grid.device))
             return 0
         executor: Executor = RayExecutor(grid.ray, grid.gpus) if grid.ray else LocalExecutor(grid.jobs)
-        outcomes = run_study(
-            members, executor, root=grid.root, threads=threads, device=grid.device, show=not grid.quiet
-        )
+        with contextlib.closing(executor):
+            outcomes = run_study(
+                members, executor, root=grid.root, threads=threads, device=grid.device, show=not grid.quiet
+            )
     except Stopped as stop:
         return _fail(stop, 130)
     except (StudyError, OSError) as error:

@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -68,6 +69,10 @@ class Executor(Protocol):
 
     def stop(self) -> None:
         """Ask all runs to save and end."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds."""
         ...
 
 
@@ -143,6 +148,9 @@ class LocalExecutor:
         for process, _, _, _ in self._running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGINT)
+
+    def close(self) -> None:
+        """There is nothing to let go: its processes have ended."""
 
     def _outcome(self, sentinel: Any) -> Outcome:
         process, pipe, _, member = self._running.pop(sentinel)
@@ -224,7 +232,9 @@ class RayExecutor:
             import ray
         except ModuleNotFoundError:
             raise StudyError("ray is not installed: pip install 'balnorm[ray]'") from None
-        if not ray.is_initialized():
+        self._connected_here = not ray.is_initialized()
+        if self._connected_here:
+            _check_reachable(address)
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
             except (ConnectionError, RuntimeError, ValueError) as error:
@@ -253,6 +263,10 @@ class RayExecutor:
         for reference in self._running:
             self._ray.cancel(reference)
 
+    def close(self) -> None:
+        if self._connected_here:
+            self._ray.shutdown()
+
     def _outcome(self, reference: Any) -> Outcome:
         member = self._running.pop(reference)
         try:
@@ -263,6 +277,18 @@ class RayExecutor:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             keep_failure(member, f"{error}\n")
             return Outcome(member, "failed", reason)
+
+
+def _check_reachable(address: str) -> None:
+    """Where the address is one of a network, knock first: Ray itself waits for minutes."""
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if not separator:  # "local", "auto"
+        return
+    try:
+        with socket.create_connection((host, int(port)), timeout=10):
+            pass
+    except (OSError, ValueError) as error:
+        raise StudyError(f"no Ray cluster at {address!r} ({error})") from None
 
 
 def _execute_on_node(task: Task) -> tuple[End, str]:

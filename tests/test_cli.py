@@ -1,0 +1,176 @@
+"""The command line: help that comes at once, answers in a sentence, and what is done with trained networks."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from balnorm.cli import _COMMANDS, main
+from balnorm.models import create_model
+from balnorm.recipes import RECIPES, get_recipe
+from balnorm.training.saved import load_saved
+from balnorm.training.saved import test_batch as batch_of_tests
+from balnorm.training.trainer import train
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's
+SMALL = replace(get_recipe("digits"), width=4, epochs=1, train_limit=200, test_limit=101)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run with BalNorm, one with averaged weights, and one with BatchNorm."""
+    folder = tmp_path_factory.mktemp("runs")
+    train(SMALL, folder / "balnorm", show=False)
+    train(replace(SMALL, ema=0.9), folder / "averaged", show=False)
+    train(replace(SMALL, norm="batchnorm"), folder / "batchnorm", show=False)
+    return folder
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in _COMMANDS), *(["train", r] for r in RECIPES)])
+def test_help_is_there_without_torch(command):
+    program = "import sys; from balnorm.cli import main; code = main(sys.argv[1:]); "
+    program += "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules); sys.exit(code)"
+    environment = {**os.environ, "COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command, "--help"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage: balnorm" in done.stdout
+    if command[:1] != ["completion"]:
+        assert "examples:" in done.stdout
+        shown = re.findall(r"^  (balnorm .*|torchrun .*)$", done.stdout, re.MULTILINE)
+        assert len(shown) >= 2
+
+
+def test_an_unknown_command_is_answered_with_the_nearest(capsys):
+    assert main(["comapre"]) == 2
+    assert "did you mean compare?" in capsys.readouterr().err
+    assert main(["xyz"]) == 2
+    assert "it is one of compare, train," in capsys.readouterr().err
+    assert main([]) == 2
+    assert main(["compare", "cifar"]) == 2
+    assert "the recipe must be one of digits" in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_is_no_error():
+    command = f"{sys.executable} -m balnorm completion bash | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (["balnorm", "co"], {"compare", "completion"}),
+        (["balnorm", "train", "dig"], {"digits"}),
+        (["balnorm", "train", "digits", "--norm", "batchr"], {"batchrenorm"}),
+        (["balnorm", "compare", "--dry"], {"--dry-run"}),
+        (["balnorm", "data", "g"], {"get"}),
+    ],
+)
+def test_bash_completes(words, completed):
+    script = (
+        'source <(printf "%s" "$1"); shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _balnorm; echo ${COMPREPLY[@]}'
+    )
+    printed = subprocess.run([sys.executable, "-m", "balnorm", "completion", "bash"], capture_output=True, check=True)
+    command = ["bash", "-c", script, "bash", printed.stdout.decode(), *words]
+    assert set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()) == completed
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_read_their_completion(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "compare" in script
+    if shutil.which(shell):
+        subprocess.run([shell, "-n", "-c", script], check=True)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Trained networks
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["balnorm", "averaged"])
+@pytest.mark.parametrize("kind", ["pt", "pt2", "onnx"])
+def test_a_folded_network_is_the_trained_one(runs, tmp_path, name, kind, capsys):
+    out = tmp_path / "new" / f"network.{kind}"
+    assert main(["fold", str(runs / name), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+    saved = load_saved(runs / name / "checkpoint.pt")
+    images = batch_of_tests(saved, "data", 5)
+    expected = saved.model(images).detach()
+    if kind == "pt":
+        plain = create_model("wide_resnet", norm="none", num_classes=10, in_channels=1, depth=8, width=4).eval()
+        plain.load_state_dict(torch.load(out, weights_only=True))
+        found = plain(images)
+    elif kind == "pt2":
+        found = torch.export.load(out).module()(images)
+    else:
+        onnxruntime = pytest.importorskip("onnxruntime")
+        session = onnxruntime.InferenceSession(out)
+        found = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_averaged_weights_are_the_ones_that_count(runs):
+    plain, averaged = load_saved(runs / "balnorm").model, load_saved(runs / "averaged").model
+    assert not torch.equal(plain.head.weight, averaged.head.weight)
+
+
+def test_a_network_is_inspected(runs, tmp_path, capsys):
+    figure = tmp_path / "balance.svg"
+    assert main(["inspect", str(runs / "balnorm"), "--images", "16", "--figure", str(figure)]) == 0
+    printed = capsys.readouterr().out
+    assert "digits balnorm seed 0: wide_resnet" in printed
+    assert re.search(r"stem +BalNormConv2d", printed)
+    assert "<svg" in figure.read_text()
+    assert main(["inspect", str(runs / "batchnorm")]) == 0
+    assert "BatchNorm2d" in capsys.readouterr().out
+
+
+def test_mistakes_with_checkpoints_are_answered_in_a_sentence(runs, tmp_path, capsys):
+    bad = tmp_path / "bad.pt"
+    bad.write_bytes((runs / "balnorm" / "checkpoint.pt").read_bytes()[:-100])
+    foreign = tmp_path / "foreign.pt"
+    torch.save({"a": 1}, foreign)
+    out = str(tmp_path / "x.pt")
+    for arguments, code, answer in [
+        (["fold", str(bad), "--out", out], 1, "is truncated or damaged"),
+        (["inspect", str(foreign)], 1, "is not a checkpoint of balnorm"),
+        (["fold", str(tmp_path / "nowhere"), "--out", out], 1, "does not exist"),
+        (["fold", str(runs / "batchnorm"), "--out", out], 2, "there is nothing to fold: the network has batchnorm"),
+        (["fold", str(runs / "balnorm"), "--out", str(tmp_path / "x.h5")], 2, "must end in .pt, .pt2, .onnx"),
+        (["inspect", str(runs / "balnorm"), "--images", "0"], 2, "images must be at least 1"),
+        (["inspect", str(runs / "balnorm"), "--figure", "x.bmp"], 2, "must end in .svg, .png or .pdf"),
+        (["bench", "digits", "--rounds", "1"], 2, "two rounds at least"),
+    ]:
+        assert main(arguments) == code, arguments
+        printed = capsys.readouterr().err
+        assert answer in printed
+        assert printed.count("\n") == 1
+    assert not (tmp_path / "x.pt").exists()
+
+
+def test_a_bench_compares_with_the_first(capsys):
+    options = ["--width", "4", "--batch-size", "8", "--rounds", "2", "--norms", "none", "batchnorm", "balnorm"]
+    assert main(["bench", "digits", *options]) == 0
+    heading, *table = capsys.readouterr().out.splitlines()
+    assert "2 interleaved rounds" in heading
+    rows = {line.split()[0]: line.split() for line in table[2:]}
+    assert rows["none"][2] == "1.00"
+    kept = {name: float(row[-1]) for name, row in rows.items()}
+    assert kept["none"] == 1.0
+    assert kept["batchnorm"] > 1.5  # a normalised copy of every activation
+    assert kept["balnorm"] < 1.2

@@ -1,0 +1,62 @@
+"""Studies on a Ray cluster: two nodes, and what happens when a part of it dies."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from balnorm.cli import main
+from test_study import results
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+PROGRAM = Path(__file__).parent / "ray_study.py"
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """The same study on this machine, with the one thread that a task has."""
+    from ray_study import STUDY
+
+    out = tmp_path_factory.mktemp("local") / "study"
+    assert main(["compare", *STUDY, "--threads", "1", "--quiet", "--out", str(out)]) == 0
+    return results(out)
+
+
+@pytest.mark.parametrize("what", ["nothing", "worker", "node"])
+def test_a_cluster_gives_the_same_result_whatever_dies(local, tmp_path, what):
+    environment = {
+        **os.environ,
+        "RAY_DISABLE_IMPORT_WARNING": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+    }
+    environment |= {"PYTHONPATH": os.pathsep.join([str(PROGRAM.parent), *sys.path]), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(tmp_path / "study"), what],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert results(tmp_path / "study") == local
+    assert "All 4 runs finished." in done.stdout
+    starts = [len(json.loads(path.read_text())) for path in (tmp_path / "study").glob("runs/*/environment.json")]
+    if what == "nothing":
+        assert starts == [1] * 4
+    else:
+        assert f"the {what} is gone" in done.stdout
+        assert max(starts) == 2  # it was started again, and went on
+
+
+def test_no_cluster_is_one_sentence(tmp_path, capsys):
+    assert main(["compare", "digits", "--ray", "127.0.0.1:1", "--out", str(tmp_path / "study")]) == 1
+    answer = capsys.readouterr().err
+    assert "no Ray cluster at '127.0.0.1:1'" in answer
+    assert "Traceback" not in answer
+    assert not (tmp_path / "study").exists()
