@@ -127,8 +127,12 @@ def _identity(_: int) -> nn.Module:
 
 
 def _group_norm(channels: int) -> nn.Module:
-    """32 groups, or the largest divisor of 32 that divides the channels."""
-    return nn.GroupNorm(math.gcd(32, channels), channels)
+    """32 groups, or the largest divisor of 32 that leaves each of them whole and of two channels at least.
+
+    Two is the least that the paper has, 64 channels in 32 groups; groups of one would be instance normalisation.
+    """
+    groups = math.gcd(32, channels)
+    return nn.GroupNorm(groups // 2 if groups == channels > 1 else groups, channels)
 
 
 def _layer_norm(channels: int) -> nn.Module:
