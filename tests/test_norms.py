@@ -94,7 +94,9 @@ def test_batchnorm_of_a_quarter_looks_at_the_first_quarter_only():
     assert QuarterBatchNorm2d(3)(torch.ones(1, 3, 1, 1)).isfinite().all()
 
 
-@pytest.mark.parametrize(("channels", "groups"), [(64, 32), (96, 32), (48, 16), (40, 8), (7, 1), (32, 16), (8, 4), (2, 1), (1, 1)])
+@pytest.mark.parametrize(
+    ("channels", "groups"), [(64, 32), (96, 32), (48, 16), (40, 8), (7, 1), (32, 16), (8, 4), (2, 1), (1, 1)]
+)
 def test_groups_divide_the_channels(channels, groups):
     assert NORMS["groupnorm"].norm(channels).num_groups == groups
 

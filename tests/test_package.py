@@ -117,7 +117,11 @@ def test_the_conversion_example_runs(tmp_path):
         "docs/method.md",
         "docs/models.md",
         "docs/norms.md",
+        "docs/reproduce.md",
+        "docs/studies.md",
+        "docs/training.md",
         "benchmarks/README.md",
+        *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/results/**/README.md"))),
     ],
 )
 def test_links_in_the_documents_lead_somewhere(document):

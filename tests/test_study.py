@@ -283,6 +283,7 @@ def test_whatever_happens_the_result_is_the_same(longer, tmp_path, how):
         while workers_of(out) and time.monotonic() < deadline:  # they save, and end by themselves
             time.sleep(0.1)
         assert not workers_of(out)
+        assert "Traceback" not in printed_by(out)
     else:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130

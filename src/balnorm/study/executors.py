@@ -178,7 +178,8 @@ def _execute_in_process(task: Task, slot: int, pipe: Any) -> None:
             result = execute(_on_gpu(task, slot))
         except KeyboardInterrupt:  # before training began, or after it ended
             result = ("stopped", "")
-    pipe.send(result)
+    with contextlib.suppress(OSError):  # nobody listens any more
+        pipe.send(result)
 
 
 def _on_gpu(task: Task, slot: int) -> Task:
