@@ -94,6 +94,12 @@ def test_batchnorm_of_a_quarter_looks_at_the_first_quarter_only():
     assert QuarterBatchNorm2d(3)(torch.ones(1, 3, 1, 1)).isfinite().all()
 
 
+def test_batchnorm_of_a_quarter_is_exact_far_from_zero_in_bfloat16():
+    x = (torch.randn(8, 3, 8, 8) + 30).bfloat16()
+    expected = F.batch_norm(x[:2].double(), None, None, training=True)
+    assert (QuarterBatchNorm2d(3)(x)[:2].double() - expected).abs().max() < 0.02
+
+
 @pytest.mark.parametrize(
     ("channels", "groups"), [(64, 32), (96, 32), (48, 16), (40, 8), (7, 1), (32, 16), (8, 4), (2, 1), (1, 1)]
 )

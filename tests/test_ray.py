@@ -46,12 +46,36 @@ def test_a_cluster_gives_the_same_result_whatever_dies(local, tmp_path, what):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert results(tmp_path / "study") == local
     assert "All 4 runs finished." in done.stdout
-    starts = [len(json.loads(path.read_text())) for path in (tmp_path / "study").glob("runs/*/environment.json")]
+    kept = [json.loads(path.read_text()) for path in (tmp_path / "study").glob("runs/*/environment.json")]
+    assert all("ray_study.py" in start["command"][0] for run in kept for start in run)  # not Ray's own command
+    starts = [len(run) for run in kept]
     if what == "nothing":
         assert starts == [1] * 4
     else:
         assert f"the {what} is gone" in done.stdout
         assert max(starts) == 2  # it was started again, and went on
+
+
+def test_more_than_any_machine_has_is_refused(tmp_path):
+    """It would wait for ever."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "balnorm",
+        "compare",
+        "digits",
+        "--ray",
+        "local",
+        "--threads",
+        "999",
+    ]
+    command += ["--out", str(tmp_path / "study")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1
+    assert "no machine of the Ray cluster has 999 CPUs and 0 GPUs for a run" in done.stderr
+    assert not (tmp_path / "study").exists()
 
 
 def test_no_cluster_is_one_sentence(tmp_path, capsys):

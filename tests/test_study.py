@@ -97,6 +97,9 @@ def test_the_state_of_a_run(tmp_path):
     failed = make_run(tmp_path, seed=3, accuracies=[0.5], epochs=2)
     (failed.folder / "error.txt").write_text("Traceback")
     assert state_of(failed) == "failed"
+    unsaved = make_run(tmp_path, seed=4, accuracies=[0.5], epochs=1)  # its last checkpoint could not be written
+    (unsaved.folder / "error.txt").write_text("Traceback")
+    assert state_of(unsaved) == "failed"
     failed.config.write_text("{")
     assert state_of(failed) == "failed"
 
@@ -173,12 +176,46 @@ def test_a_run_that_diverges_is_a_result(tmp_path, capfd):
     assert "1 of 1 runs are finished and are kept" in capfd.readouterr().out
 
 
-def test_missing_data_is_told_before_anything_runs(tmp_path, capfd):
-    assert main(["compare", "cifar10-desk", "--root", str(tmp_path / "data"), "--out", str(tmp_path / "study")]) == 1
+def test_metrics_that_lost_epochs_are_told_each_time(whole, tmp_path, capfd):
+    shutil.copytree(whole, tmp_path / "copy")
+    lines = (tmp_path / "copy/runs/balnorm-seed0/metrics.jsonl").read_text().splitlines()
+    (tmp_path / "copy/runs/balnorm-seed0/metrics.jsonl").write_text("\n".join(lines[:2])[:-9])
+    (tmp_path / "copy/runs/balnorm-seed1/metrics.jsonl").unlink()
+    for _ in range(2):
+        assert compare(tmp_path / "copy", "--threads", "1") == 1
+        printed = capfd.readouterr()
+        assert "2 of 4 runs failed" in printed.err
+        assert printed.out.count("move") == 2
+
+
+def test_a_folder_that_was_just_being_made_is_no_obstacle(tmp_path):
+    (tmp_path / "runs" / "balnorm-seed0").mkdir(parents=True)
+    (tmp_path / "runs" / "balnorm-seed0" / "config.json.17.tmp").write_text("{")
+    run_study(plan(DIGITS, tmp_path, ["balnorm"], 1), LocalExecutor(1), threads=1, show=False)
+    assert len(results(tmp_path)["balnorm-seed0"]) == 3
+
+
+@pytest.mark.parametrize("device", ["cuda", "foo", "mps"])
+@pytest.mark.parametrize("command", [["compare"], ["compare", "--dry-run"], ["bench"], ["train"]])
+def test_a_device_that_is_not_here_is_told_at_once(tmp_path, capfd, command, device):
+    name, *options = command
+    out = ["--out", str(tmp_path / "out")] if name != "bench" else []
+    assert main([name, "digits", *options, "--device", device, *out]) in (1, 2)
     printed = capfd.readouterr().err
-    assert printed.count("\n") == 1
-    assert "balnorm data get cifar10" in printed
-    assert not (tmp_path / "study").exists()
+    assert "device" in printed
+    assert device in printed
+    assert "Traceback" not in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_data_is_told_before_anything_runs(tmp_path, capfd):
+    for recipe in (["cifar10-desk"], ["digits", "--vary", "data=digits,cifar10"]):
+        where = ["--root", str(tmp_path / "data"), "--out", str(tmp_path / "study")]
+        assert main(["compare", *recipe, *where]) == 1
+        printed = capfd.readouterr().err
+        assert printed.count("\n") == 1
+        assert "balnorm data get cifar10" in printed
+        assert not (tmp_path / "study").exists()
 
 
 @pytest.mark.parametrize(
@@ -190,6 +227,9 @@ def test_missing_data_is_told_before_anything_runs(tmp_path, capfd):
         (["--ray", "local", "--jobs", "2"], "jobs is for this machine"),
         (["--vary", "speed=1"], "--vary takes a field of the recipe"),
         (["--vary", "norm=balnorm"], "--vary takes a field of the recipe"),
+        (["--vary", "lr=0.1,0.2", "lr=0.3"], "--vary has lr twice"),
+        (["--ray", "local", "--gpus", "1.5"], "gpus must be a whole number"),
+        (["--sync-stats", "--norms", "batchnorm-quarter"], "sync_stats is for balnorm and batchnorm"),
         (["--vary", "lr"], "--vary takes a field of the recipe"),
         (["--vary", "compile=maybe"], "compile is True or False"),
         (["--vary", "lr=-1"], "lr must be above 0"),
@@ -263,7 +303,7 @@ def longer(tmp_path_factory):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("how", ["a worker is killed", "the study is killed", "Ctrl-C"])
+@pytest.mark.parametrize("how", ["a worker is killed", "a worker is stopped", "the study is killed", "Ctrl-C"])
 def test_whatever_happens_the_result_is_the_same(longer, tmp_path, how):
     out = tmp_path / "study"
     process = start(out)
@@ -276,6 +316,10 @@ def test_whatever_happens_the_result_is_the_same(longer, tmp_path, how):
         printed = printed_by(out)
         assert "failed, its process was ended by signal 9: the same command goes on with it" in printed
         assert "1 of 2 runs failed" in printed
+    elif how == "a worker is stopped":
+        os.kill(workers[0], signal.SIGINT)
+        assert process.wait(300) == 1
+        assert "stopped, and saved" in printed_by(out)
     elif how == "the study is killed":
         process.kill()
         process.wait()
@@ -342,12 +386,12 @@ def test_the_time_left_is_what_the_epochs_took(tmp_path):
     members = plan(
         replace(DIGITS, epochs=2, width=16, batch_size=64, train_limit=None, test_limit=None), tmp_path, ["balnorm"], 3
     )
-    display = Display(members, slots=2, show=False)
+    display = Display(members, at_once=2, show=False)
     assert display.kept == 1
     assert display.time_left() == pytest.approx(2 * 2 * 1.5 / 2)
     make_run(tmp_path, "balnorm", 1, [], epochs=2, diverged=True)
     display.ended(Outcome(replace(members[1], folder=members[1].folder.absolute()), "done"))
-    assert display.time_left() == pytest.approx(2 * 1.5 / 2, rel=0.2)
+    assert display.time_left() == pytest.approx(2 * 1.5, rel=0.2)  # one is left, and two cannot share it
     assert display.row("balnorm")[:4] == ["1/3", "", "60.00%", "1"]
 
 

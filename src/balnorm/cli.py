@@ -9,12 +9,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import tyro
 
 from balnorm.recipes import RECIPES, get_recipe
 from balnorm.training.config import NormName, Recipe
+
+if TYPE_CHECKING:
+    from balnorm.training.saved import Saved
 
 __all__ = ["main"]
 
@@ -214,7 +217,16 @@ class Completion:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. The exit code is 0, or 1 if it failed, 2 for a mistake in the command, 130 after Ctrl-C."""
-    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = _dispatch(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # somebody reads no further, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+def _dispatch(given: list[str]) -> int:
     if not given or given[0] in ("-h", "--help"):
         return _usage(asked=bool(given))
     name, *rest = given
@@ -232,9 +244,6 @@ def main(arguments: list[str] | None = None) -> int:
         return int(stop.code or 0)
     except KeyboardInterrupt:
         return _fail("stopped", 130)
-    except BrokenPipeError:  # somebody reads no further, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _usage(asked: bool) -> int:
@@ -286,6 +295,8 @@ def _compare(arguments: list[str]) -> int:
         field = field.replace("-", "_")
         if not values or field not in vars(recipe) or field in ("name", "norm", "seed"):
             raise ValueError(f"--vary takes a field of the recipe and its values, as lr=0.01,0.1,1, not {text!r}")
+        if field in vary:
+            raise ValueError(f"--vary has {field} twice: give all of its values at once, as lr=0.01,0.1,1")
         parsed = [parse(_as_option(field, value, getattr(recipe, field))) for value in values.split(",")]
         vary[field] = [getattr(each.recipe, field) for each in parsed]
     return _run(Recipe(**vars(options.recipe)), options.grid, vary)
@@ -308,6 +319,8 @@ def _run(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]]) -> int:
         raise ValueError("jobs and threads must be at least 1")
     if grid.gpus < 0 or (grid.ray is None and grid.gpus):
         raise ValueError("gpus must not be negative, and is for a Ray cluster: give --ray too")
+    if grid.gpus > 1 and grid.gpus % 1:
+        raise ValueError(f"gpus must be a whole number, or below 1 to share one, got {grid.gpus}")
     if grid.ray is not None and grid.jobs != 1:
         raise ValueError("jobs is for this machine: a Ray cluster runs as many as it has room for")
     out = grid.out or Path("studies") / recipe.name
@@ -317,7 +330,7 @@ def _run(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]]) -> int:
         if grid.dry_run:
             print(dry_run(members, grid.jobs, root=grid.root, threads=threads, device=grid.device))
             return 0
-        executor: Executor = RayExecutor(grid.ray, grid.gpus) if grid.ray else LocalExecutor(grid.jobs)
+        executor: Executor = RayExecutor(grid.ray, threads, grid.gpus) if grid.ray else LocalExecutor(grid.jobs)
         with contextlib.closing(executor):
             outcomes = run_study(
                 members, executor, root=grid.root, threads=threads, device=grid.device, show=not grid.quiet
@@ -326,9 +339,9 @@ def _run(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]]) -> int:
         return _fail(stop, 130)
     except (StudyError, OSError) as error:
         return _fail(error, 1)
-    _write_report(ReportOptions((out,), quiet=grid.quiet))
-    failed = sum(outcome.end == "failed" for outcome in outcomes)
-    return _fail(f"{failed} of {len(members)} runs failed; the same command tries them again", 1) if failed else 0
+    code = _write_report(ReportOptions((out,), quiet=grid.quiet))
+    failed = sum(outcome.end in ("failed", "stopped") for outcome in outcomes)
+    return _fail(f"{failed} of {len(members)} runs failed; the same command tries them again", 1) if failed else code
 
 
 def _report(arguments: list[str]) -> int:
@@ -438,10 +451,12 @@ def _bench(arguments: list[str]) -> int:
 
     from balnorm.data import SETS
     from balnorm.study.measure import bench
+    from balnorm.training.processes import processes
 
     known = SETS.get(recipe.data)
     channels, size, classes = (known.channels, known.size, known.classes) if known else (3, recipe.image_size, 1000)
-    device = bench_options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with processes(bench_options.device) as team:
+        device = team.device
     print(
         f"{recipe.model} {recipe.name}, batch {recipe.batch_size} of {channels}x{size}x{size}, {recipe.precision}, "
         f"forward and backward; {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
@@ -461,10 +476,10 @@ def _inspect(arguments: list[str]) -> int:
     from balnorm.data import DataError
     from balnorm.diagnostics import balance_report
     from balnorm.training.checkpoint import CheckpointError
-    from balnorm.training.saved import load_saved, test_batch
+    from balnorm.training.saved import test_batch
 
     try:
-        saved = load_saved(options.checkpoint)
+        saved = _loaded(options.checkpoint)
         recipe = saved.recipe
         state = "finished" if saved.finished else f"{saved.epoch} of {recipe.epochs} epochs"
         count = sum(parameter.numel() for parameter in saved.model.parameters())
@@ -479,14 +494,28 @@ def _inspect(arguments: list[str]) -> int:
     return 0
 
 
+def _loaded(checkpoint: Path) -> Saved:
+    """The network of a run, with a word where its last checkpoint was damaged."""
+    from balnorm.training.saved import load_saved
+
+    saved = load_saved(checkpoint)
+    if saved.remark:
+        print(f"balnorm: {saved.remark}", file=sys.stderr)
+    return saved
+
+
 def _fold(arguments: list[str]) -> int:
     about = "Write a trained network with its balanced layers folded to plain convolutions."
     options = _parse(Fold, arguments, "fold", about)
     from balnorm.training.checkpoint import CheckpointError
-    from balnorm.training.saved import export_folded, load_saved
+    from balnorm.training.saved import export_folded
 
     try:
-        export_folded(load_saved(options.checkpoint), options.out)
+        saved = _loaded(options.checkpoint)
+        if not saved.finished:
+            epochs = f"{saved.epoch} of {saved.recipe.epochs} epochs"
+            print(f"balnorm: the run is not finished; this is its network after {epochs}", file=sys.stderr)
+        export_folded(saved, options.out)
     except (CheckpointError, OSError) as error:
         return _fail(error, 1)
     print(options.out)
@@ -535,6 +564,7 @@ def _words(command: str) -> list[str]:
         "fold": (Fold,),
     }
     hidden = {"folders", "checkpoint", "action", *(["norm"] if command in ("compare", "bench") else [])}
+    hidden |= {"name"} if command == "data" else set()
     names = [field.name for each in options.get(command, ()) for field in fields(each) if field.name not in hidden]
     words = [f"--{name.replace('_', '-')}" for name in names]
     if command in ("compare", "train", "bench"):
@@ -555,6 +585,8 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def _fail(error: Exception | str, code: int) -> int:
+    if isinstance(error, BrokenPipeError):  # not the fault of what was being done
+        raise error
     print(f"balnorm: {error}", file=sys.stderr)
     return code
 

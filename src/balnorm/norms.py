@@ -210,9 +210,10 @@ class QuarterBatchNorm2d(nn.BatchNorm2d):
                 self.num_batches_tracked.add_(1)
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
                 self.running_var.lerp_((variance * (count / max(1, count - 1))).to(self.running_var), self.momentum)
-        scale = self.weight * (variance + self.eps).rsqrt()
-        shift = self.bias - mean * scale
-        return input * scale.view(1, -1, 1, 1).to(input.dtype) + shift.view(1, -1, 1, 1).to(input.dtype)
+        scale, mean, bias = (
+            each.view(1, -1, 1, 1) for each in (self.weight * (variance + self.eps).rsqrt(), mean, self.bias)
+        )
+        return ((input - mean) * scale + bias).to(input.dtype)  # in the precision of the statistics
 
 
 class MeanOnlyBatchNorm2d(_RunningNorm):

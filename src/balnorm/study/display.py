@@ -27,6 +27,8 @@ class Watched:
     setting: str
     state: State = "new"
     running: bool = False
+    tried: bool = False
+    """Whether this command has run it to an end."""
     size: int = -1
     records: list[dict[str, Any]] = field(default_factory=list)
 
@@ -49,8 +51,12 @@ class Watched:
     @property
     def left(self) -> int:
         """Epochs to do."""
-        over = self.state in ("finished", "diverged", "failed") and not self.running
-        return 0 if over else max(0, self.member.recipe.epochs - len(self.records))
+        return 0 if self.over else max(0, self.member.recipe.epochs - len(self.records))
+
+    @property
+    def over(self) -> bool:
+        """Whether there is no more to come of it."""
+        return not self.running and (self.tried or self.state in ("finished", "diverged"))
 
 
 class Display:
@@ -58,14 +64,14 @@ class Display:
 
     Args:
         members: all runs of the study, also those that are finished already.
-        slots: how many run at a time.
+        at_once: how many run at a time.
         show: whether to show anything.
     """
 
-    def __init__(self, members: Sequence[Member], slots: int, show: bool = True) -> None:
+    def __init__(self, members: Sequence[Member], at_once: int, show: bool = True) -> None:
         names = map(str, settings_of([member.recipe for member in members]))
         self.watched = {m.folder.absolute(): Watched(m, name) for m, name in zip(members, names, strict=True)}
-        self.slots = min(slots, len(members))
+        self.at_once = at_once
         self.show = show
         self.live: Any = None
         for run in self.watched.values():
@@ -94,13 +100,15 @@ class Display:
         """A run has ended."""
         run = self.watched[outcome.member.folder]
         run.look()
-        run.running, run.state = False, state_of(Run(run.member.folder))
-        number = sum(run.state in ("finished", "diverged", "failed") for run in self.watched.values())
+        run.running, run.tried, run.state = False, True, state_of(Run(run.member.folder))
+        number = sum(run.over for run in self.watched.values())
         text = f"[{number}/{len(self.watched)}] {run.setting} seed {run.member.recipe.seed}: "
         if outcome.end == "failed":
             self.say(f"{text}failed, {outcome.reason}")
         elif outcome.end == "busy":
             self.say(f"{text}left to the other process that is training it")
+        elif outcome.end == "stopped":
+            self.say(f"{text}stopped, and saved")
         elif outcome.end == "done" and self.live is None:
             last = run.records[-1]
             text += "diverged" if last.get("diverged") else f"test accuracy {last['test_accuracy']:.2%}"
@@ -118,7 +126,10 @@ class Display:
         if self.show and self.live is not None:
             self.live.console.print(text, highlight=False, markup=False)
         elif self.show:
-            print(text, flush=True)
+            try:
+                print(text, flush=True)
+            except BrokenPipeError:  # nobody reads any more, which is no reason to stop a study
+                self.show = False
 
     def time_left(self, setting: str | None = None) -> float:
         """Seconds, from what epochs took so far: of the same setting, or of all where it has none yet."""
@@ -128,7 +139,8 @@ class Display:
         everything = [second for seconds in times.values() for second in seconds] or [0.0]
         mean = {name: sum(own or everything) / len(own or everything) for name, own in times.items()}
         chosen = [run for run in self.watched.values() if setting in (None, run.setting)]
-        return sum(run.left * mean[run.setting] for run in chosen) / self.slots
+        times_left = [run.left * mean[run.setting] for run in chosen if run.left]
+        return sum(times_left) / max(1, min(self.at_once, len(times_left)))
 
     def table(self) -> Table:
         from rich import box
@@ -148,7 +160,9 @@ class Display:
         runs = [run for run in self.watched.values() if run.setting == setting]
         count = {state: sum(run.state == state for run in runs) for state in ("finished", "diverged", "failed")}
         running = [
-            f"{run.member.recipe.seed}: {len(run.records)}/{run.member.recipe.epochs}" for run in runs if run.running
+            f"{run.member.recipe.seed}: {len(run.records)}/{run.member.recipe.epochs}"
+            for run in runs
+            if run.running and run.size >= 0
         ]
         best = [record["test_accuracy"] for run in runs for record in run.records if "test_accuracy" in record]
         return [

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -45,6 +46,8 @@ class Task:
     """Cores for it to use."""
     device: str | None = None
     """``None`` takes a GPU if there is one."""
+    command: tuple[str, ...] = ()
+    """What somebody typed, for the record."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Executor(Protocol):
     """Takes tasks, as many at a time as there are ``slots``, and gives outcomes."""
 
     slots: int
+    at_once: int
+    """How many run at a time: no more than the slots, and fewer where some wait in a queue of its own."""
 
     def submit(self, task: Task) -> None: ...
 
@@ -119,12 +124,14 @@ class LocalExecutor:
     """
 
     def __init__(self, slots: int) -> None:
-        self.slots = slots
+        self.slots = self.at_once = slots
         fork = "forkserver" in multiprocessing.get_all_start_methods()
         self._context: Any = multiprocessing.get_context("forkserver" if fork else "spawn")
         if fork:
             preload = ["balnorm.training.trainer", "torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets"]
             self._context.set_forkserver_preload(preload)
+            with _ignoring_interrupts():  # Ctrl-C is this process's to answer
+                forkserver.ensure_running()
         self._running: dict[Any, tuple[Any, Any, int, Member]] = {}
 
     def submit(self, task: Task) -> None:
@@ -150,7 +157,11 @@ class LocalExecutor:
                 os.kill(process.pid, signal.SIGINT)
 
     def close(self) -> None:
-        """There is nothing to let go: its processes have ended."""
+        """End what is still running at once: it goes on from its last checkpoint."""
+        for process, pipe, _, _ in self._running.values():
+            process.kill()
+            pipe.close()
+        self._running.clear()
 
     def _outcome(self, sentinel: Any) -> Outcome:
         process, pipe, _, member = self._running.pop(sentinel)
@@ -170,6 +181,7 @@ def _execute_in_process(task: Task, slot: int, pipe: Any) -> None:
     """In a process of its own: apart from the terminal's Ctrl-C, and ending, saved, when the parent is gone."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever it was where the study was started
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_stop_without, args=(parent.sentinel,), daemon=True).start()
@@ -180,6 +192,19 @@ def _execute_in_process(task: Task, slot: int, pipe: Any) -> None:
             result = ("stopped", "")
     with contextlib.suppress(OSError):  # nobody listens any more
         pipe.send(result)
+
+
+@contextlib.contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """What is started inside inherits it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _on_gpu(task: Task, slot: int) -> Task:
@@ -224,11 +249,12 @@ class RayExecutor:
 
     Args:
         address: of the cluster, or ``"local"`` for one on this machine.
+        threads: CPUs that each run needs.
         gpus: that each run needs; a part of one, such as 0.5, lets two share it.
         retries: of a run whose process or machine died. It goes on from its checkpoint.
     """
 
-    def __init__(self, address: str, gpus: float = 0.0, retries: int = 3) -> None:
+    def __init__(self, address: str, threads: int = 1, gpus: float = 0.0, retries: int = 3) -> None:
         try:
             import ray
         except ModuleNotFoundError:
@@ -243,6 +269,11 @@ class RayExecutor:
                 raise StudyError(f"no Ray cluster at {address!r} ({first})") from None
         self._ray, self._gpus, self._retries = ray, gpus, retries
         self.slots = sys.maxsize  # Ray has its own queue
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        self.at_once = sum([_room(node["Resources"], threads, gpus) for node in nodes if node["Alive"]])
+        if not self.at_once:
+            self.close()
+            raise StudyError(f"no machine of the Ray cluster has {threads} CPUs and {gpus:g} GPUs for a run")
         self._running: dict[Any, Member] = {}
 
     def submit(self, task: Task) -> None:
@@ -280,6 +311,12 @@ class RayExecutor:
             return Outcome(member, "failed", reason)
 
 
+def _room(resources: dict[str, float], threads: int, gpus: float) -> int:
+    """How many runs a machine can take at a time."""
+    cpus = int(resources.get("CPU", 0) / threads)
+    return min(cpus, int(resources.get("GPU", 0) / gpus)) if gpus else cpus
+
+
 def _check_reachable(address: str) -> None:
     """Where the address is one of a network, knock first: Ray itself waits for minutes."""
     host, separator, port = address.removeprefix("ray://").rpartition(":")
@@ -296,6 +333,7 @@ def _execute_on_node(task: Task) -> tuple[End, str]:
     shared = task.member.folder.parent
     if not shared.is_dir():
         return "failed", f"{shared} is not on {os.uname().nodename}: --out must be on storage that all machines share"
+    sys.argv = list(task.command) or sys.argv  # of which the run keeps a record
     patience = time.monotonic() + 60
     while True:
         end, reason = execute(task)

@@ -159,7 +159,7 @@ def _zooms(curves: tuple[Curve, ...], percent: bool) -> list[Panel]:
     def near(curve: Curve) -> bool:
         """Whether a curve ends near the best: the others would squeeze them together."""
         end = curve.median[-1]
-        return end is not None and (end > max(ends) - 0.08 if percent else end < 2 * min(ends))
+        return end is not None and bool(ends) and (end > max(ends) - 0.08 if percent else end < 2 * min(ends))
 
     close = tuple(curve for curve in curves if near(curve))
     return [
@@ -171,15 +171,16 @@ def _zooms(curves: tuple[Curve, ...], percent: bool) -> list[Panel]:
 def _limits(curves: Sequence[Curve], first: float, last: float, calm: bool = False) -> Range | None:
     """From the least to the largest value in a range of epochs, with a margin. ``calm`` leaves out outbursts: what is
     above twice the largest median of the first epochs."""
-    pairs = [
-        (low, high)
+    values = [
+        value
         for curve in curves
-        for x, low, high in zip(curve.x, curve.low, curve.high, strict=True)
-        if first <= x <= last and low is not None and high is not None
+        for x, *spread in zip(curve.x, curve.low, curve.median, curve.high, strict=True)
+        for value in spread
+        if first <= x <= last and value is not None
     ]
-    if not pairs:
+    if not values:
         return None
-    lowest, highest = min(low for low, _ in pairs), max(high for _, high in pairs)
+    lowest, highest = min(values), max(values)
     begins = [curve.median[0] for curve in curves if curve.median[0] is not None]
     if calm and begins and highest > 1:  # accuracies never are
         highest = min(highest, 1.3 * sorted(begins)[len(begins) // 2])

@@ -66,15 +66,17 @@ def state_of(run: Run) -> State:
     """How far a run is. A folder that cannot be read counts as failed."""
     if not run.config.exists():
         return "new"
+    if (run.folder / FAILURE).exists():  # also where all epochs are done: their last state may not be saved
+        return "failed"
     try:
         recipe, records = run.recipe(), run.records()
-    except RunError:
+    except (RunError, OSError):
         return "failed"
     if records and records[-1].get("diverged"):
         return "diverged"
     if records and records[-1]["epoch"] >= recipe.epochs:
         return "finished"
-    return "failed" if (run.folder / FAILURE).exists() else "unfinished"
+    return "unfinished"
 
 
 @dataclass(frozen=True)

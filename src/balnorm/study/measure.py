@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +17,13 @@ from torch import Tensor, nn
 from balnorm.models import create_model
 from balnorm.tables import text_table
 from balnorm.training.config import Recipe
+from balnorm.training.trainer import autocast
 
 __all__ = ["bench", "interleaved", "ratio", "saved_bytes", "training_step"]
 
 
 def bench(
-    recipe: Recipe, norms: Sequence[str], image: tuple[int, int, int], classes: int, rounds: int, device: str
+    recipe: Recipe, norms: Sequence[str], image: tuple[int, int, int], classes: int, rounds: int, device: torch.device
 ) -> str:
     """A table of training steps of a recipe's network: time and memory of each norm, and their ratios to the first.
 
@@ -31,17 +36,16 @@ def bench(
         device: to measure on.
     """
     channels, *_ = image
-    options = {name: value for name in ("width", "depth") if (value := getattr(recipe, name)) is not None}
     x = torch.rand(recipe.batch_size, *image, device=device).contiguous(memory_format=torch.channels_last)
-    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(recipe.precision)
     steps, kept = {}, {}
     for norm in norms:
         torch.manual_seed(recipe.seed)
-        model = create_model(recipe.model, norm, classes, in_channels=channels, **options)
+        model = create_model(recipe.model, norm, classes, in_channels=channels, **recipe.model_options())
         model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
+        with autocast(recipe, x.device):
             kept[norm] = saved_bytes(model, x)
-        steps[norm] = training_step(torch.compile(model) if recipe.compile else model, x, dtype)  # type: ignore[arg-type]
+        compiled: Any = torch.compile(model) if recipe.compile else model
+        steps[norm] = training_step(compiled, x, functools.partial(autocast, recipe, x.device))
     times = interleaved(steps, rounds)
     rows = []
     for norm in norms:
@@ -84,15 +88,17 @@ def ratio(times: list[float], base: list[float]) -> tuple[float, float, float]:
     return middle, low, high
 
 
-def training_step(model: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> Callable[[], None]:
-    """Forward and backward pass, with fresh gradients each time; autocast to ``dtype`` if there is one."""
+def training_step(
+    model: nn.Module, x: Tensor, precision: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+) -> Callable[[], None]:
+    """Forward and backward pass, with fresh gradients each time, the forward one in the context ``precision()``."""
     parameters = list(model.parameters())
     target = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
 
     def step() -> None:
         for parameter in parameters:
             parameter.grad = None
-        with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
+        with precision():
             output = model(x)
         loss = nn.functional.cross_entropy(output.float(), target) if output.dim() == 2 else output.square().mean()
         loss.backward()

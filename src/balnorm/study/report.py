@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
+from urllib.parse import quote
 
 from balnorm.study.figures import figures, style
 from balnorm.study.grid import Setting
@@ -107,7 +109,9 @@ def summarize(results: Results, baseline: str) -> list[str]:
         ((found, setting) for setting in results.settings if (found := _final_spread(results, setting)) is not None),
         key=lambda pair: -pair[0].median,
     )
-    if ranked:
+    if ranked and ranked[0][0].median == 0.0:
+        sentences.append("Every setting diverged in half of its runs or more.")
+    elif ranked:
         best, first = ranked[0]
         epochs = results.of(first)[0].recipe.epochs
         sentences.append(
@@ -118,10 +122,13 @@ def summarize(results: Results, baseline: str) -> list[str]:
         more = f" and {len(ranked) - 7} more" if len(ranked) > 7 else ""
         if others:
             sentences.append(f"Then {', '.join(others)}{more}.")
-    sentences += _compared(results, baseline)
+    compared = _compared(results, baseline)
+    if not compared and len({setting.norm for setting in results.settings} | {baseline, "balnorm"}) > 2:
+        compared = [f"There are no finished runs of balnorm and {baseline} alike in all else, to compare seed by seed."]
+    sentences += compared
     sentences.append(_counted(results))
-    if ranked and min(found.n for found, _ in ranked) < 3:
-        sentences.append("With fewer than three seeds, quartiles and differences say little.")
+    if ranked and min(found.n for found, _ in ranked) < 5:
+        sentences.append("With fewer than five seeds, quartiles and differences say little.")
     return sentences
 
 
@@ -142,7 +149,7 @@ def _compared(results: Results, baseline: str) -> list[str]:
         text = f"Seed by seed, {setting} is {100 * found.median:+.2f} points from {baseline} (median of "
         text += f"{_many(found.n, 'seed')}"
         if math.isfinite(found.low):
-            verdict = "which shows no difference" if found.low <= 0 <= found.high else "which excludes 0"
+            verdict = "which does not exclude 0" if found.low <= 0 <= found.high else "which excludes 0"
             text += f", 95% interval {100 * found.low:+.2f} to {100 * found.high:+.2f}, {verdict}"
         sentences.append(f"{text}).")
     return sentences
@@ -187,7 +194,7 @@ def _run_row(run: Result, out: Path) -> dict[str, Any]:
         "epochs": f"{len(run.records)}/{run.recipe.epochs}",
         "accuracy": None if last is None else last["test_accuracy"],
         "loss": None if last is None else last["test_loss"],
-        "link": Path(link).as_posix(),
+        "link": quote(Path(link).as_posix()),
     }
 
 
@@ -219,7 +226,7 @@ def _commands(results: Results) -> list[str]:
         for start in run.starts:
             words = start.get("command")
             if isinstance(words, list) and words:
-                commands[" ".join(["balnorm", *map(str, words[1:])])] = None
+                commands[shlex.join(["balnorm", *map(str, words[1:])])] = None
     return list(commands)
 
 

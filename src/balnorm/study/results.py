@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Sequence
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from balnorm.training.run import Run, RunError
 __all__ = ["Result", "Results", "read_results"]
 
 _NUMBERS = ("epoch", "lr", "momentum", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds")
-_OURS = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", FAILURE}
+_OURS = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "report", FAILURE}
 _OURS |= {"checkpoint.pt", "checkpoint.pt.previous", "checkpoint.pt.damaged"}
 
 
@@ -40,7 +43,7 @@ class Results:
     runs: tuple[Result, ...]
     problems: tuple[str, ...]
 
-    @property
+    @functools.cached_property
     def settings(self) -> list[Setting]:
         """In the order in which a study was given them, as far as the folders tell: norms in the order of the list."""
         return sorted(dict.fromkeys(run.setting for run in self.runs), key=_place)
@@ -56,22 +59,39 @@ def read_results(folders: Iterable[str | Path]) -> Results:
     """Every run below the folders. What cannot be read is left out and told."""
     problems: list[str] = []
     found: list[tuple[Run, Recipe]] = []
+    known: dict[Recipe, Path] = {}
+    seen: set[Path] = set()
     for folder in dict.fromkeys(map(Path, folders)):
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder: give that of a study, or of a run")
-        for path in sorted({path.parent for name in ("config.json", "metrics.jsonl") for path in folder.rglob(name)}):
-            run = Run(path)
+        for run in _runs_below(folder, seen):
             try:
                 if not run.config.exists():
-                    raise RunError(f"{path} has metrics and no config.json")
+                    raise RunError(f"{run.folder} has metrics and no config.json")
                 recipe = run.recipe()
-                recipe.check()
-                found.append((run, recipe))
-            except (RunError, ValueError, TypeError) as error:
+            except RunError as error:
                 problems.append(f"{_one_line(error)}: left out")
+                continue
+            if (twin := known.setdefault(recipe, run.folder)) != run.folder:
+                problems.append(f"{run.folder} is the same run as {twin}: left out")
+            else:
+                found.append((run, recipe))
     settings = settings_of([recipe for _, recipe in found])
     runs = [_result(*each, setting, problems) for each, setting in zip(found, settings, strict=True)]
     return Results(tuple(runs), tuple(problems))
+
+
+def _runs_below(folder: Path, seen: set[Path]) -> Iterator[Run]:
+    """Every folder that holds a recipe or metrics, once, and also those that are linked to."""
+    for path, folders, files in os.walk(folder, followlinks=True):
+        place = Path(path).resolve()
+        if place in seen:
+            folders.clear()
+            continue
+        seen.add(place)
+        folders.sort()
+        if {"config.json", "metrics.jsonl"} & {*files, *folders}:
+            yield Run(path)
 
 
 def _result(run: Run, recipe: Recipe, setting: Setting, problems: list[str]) -> Result:
@@ -84,9 +104,9 @@ def _result(run: Run, recipe: Recipe, setting: Setting, problems: list[str]) -> 
         state, records = "failed", []
     if state == "failed" and (run.folder / FAILURE).exists():
         problems.append(f"{run.folder} failed: {_last_line(run.folder / FAILURE)}")
-    elif not run.metrics.exists():
+    elif not run.metrics.is_file():
         problems.append(f"{run.folder} has no metrics yet: counted as {state}")
-    if run.metrics.exists() and not (run.metrics.read_bytes() or b"\n").endswith(b"\n"):
+    if run.metrics.is_file() and not (run.metrics.read_bytes() or b"\n").endswith(b"\n"):
         problems.append(f"{run.metrics} ends in the middle of a line, which is left out: counted as {state}")
     if foreign := sorted(path.name for path in run.folder.iterdir() if not _is_ours(path)):
         problems.append(f"{run.folder} holds something that is not of a run ({', '.join(foreign)}): ignored")
@@ -100,8 +120,8 @@ def _check_numbers(path: Path, records: Sequence[dict[str, Any]]) -> None:
             raise RunError(f"{path}, line {number} is epoch {record['epoch']}")
         wanted = ("epoch", "seconds") if record.get("diverged") else _NUMBERS
         for name in wanted:
-            if not isinstance(record.get(name), int | float):
-                raise RunError(f"{path}, line {number} has no number for {name}")
+            if not _is_finite(record.get(name)):
+                raise RunError(f"{path}, line {number} has no finite number for {name}")
 
 
 def _starts(run: Run, problems: list[str]) -> tuple[dict[str, Any], ...]:
@@ -115,6 +135,13 @@ def _starts(run: Run, problems: list[str]) -> tuple[dict[str, Any], ...]:
         problems.append(f"{run.environment} is missing or damaged: where the run ran is not known")
         return ()
     return tuple(starts)
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def _is_ours(path: Path) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from balnorm.study.display import Display, clock
-from balnorm.study.executors import Executor, LocalExecutor, Outcome, StudyError, Task
-from balnorm.study.grid import Member, settings_of, state_of
+from balnorm.study.executors import Executor, LocalExecutor, Outcome, StudyError, Task, keep_failure
+from balnorm.study.grid import FAILURE, Member, settings_of, state_of
 from balnorm.tables import text_table
 from balnorm.training.config import Recipe
 from balnorm.training.run import Run, RunError
@@ -46,16 +47,16 @@ def run_study(
     _check(members)
     waiting = [member for member in members if state_of(Run(member.folder)) not in ("finished", "diverged")]
     if waiting:
-        if isinstance(executor, LocalExecutor) and (problem := executor.call(_problem, waiting[0].recipe, root)):
-            raise StudyError(problem)
+        if isinstance(executor, LocalExecutor):
+            by_data = {(m.recipe.data, m.recipe.image_size): m.recipe for m in waiting}
+            if problem := executor.call(_problem, list(by_data.values()), root, device):
+                raise StudyError(problem)
         waiting[0].folder.parent.mkdir(parents=True, exist_ok=True)
-    tasks = [
-        Task(replace(member, folder=member.folder.absolute()), Path(root).absolute(), threads, device)
-        for member in waiting
-    ]
+    place, command = Path(root).absolute(), tuple(sys.argv)
+    tasks = [Task(replace(m, folder=m.folder.absolute()), place, threads, device, command) for m in waiting]
     outcomes: list[Outcome] = []
     running = 0
-    with Display(members, executor.slots, show) as display:
+    with Display(members, executor.at_once, show) as display:
         try:
             while tasks or running:
                 while tasks and running < executor.slots:
@@ -63,7 +64,7 @@ def run_study(
                     executor.submit(task)
                     display.started(task.member)
                     running += 1
-                for outcome in executor.outcomes(_LOOK):
+                for outcome in map(_checked, executor.outcomes(_LOOK)):
                     running -= 1
                     outcomes.append(outcome)
                     display.ended(outcome)
@@ -75,6 +76,18 @@ def run_study(
                 running -= len(executor.outcomes(_LOOK))
             raise Stopped("stopped, and saved: the same command goes on from there") from None
     return outcomes
+
+
+def _checked(outcome: Outcome) -> Outcome:
+    """The outcome as the run's folder has it, which is what a report will say."""
+    run = Run(outcome.member.folder)
+    if outcome.end == "done" and state_of(run) not in ("finished", "diverged"):
+        outcome = replace(
+            outcome, end="failed", reason=f"{run.metrics} lacks epochs: move {run.folder} away to start again"
+        )
+    if outcome.end == "failed" and not (run.folder / FAILURE).exists():
+        keep_failure(outcome.member, f"{outcome.reason}\n")
+    return outcome
 
 
 @dataclass(frozen=True)
@@ -97,6 +110,7 @@ def dry_run(members: Sequence[Member], jobs: int, *, root: str | Path, threads: 
         [each.setting, str(each.runs), str(each.epochs), clock(each.seconds), clock(each.epochs * each.seconds)]
         for each in found
     ]
+    jobs = max(1, min(jobs, todo))
     total = sum(each.epochs * each.seconds for each in found) / jobs
     table = text_table(["setting", "runs to do", "epochs", "an epoch", "all"], rows) + "\n\n" if rows else ""
     here = f", {jobs} at a time" if jobs > 1 else ""
@@ -145,16 +159,16 @@ def _check(members: Sequence[Member]) -> None:
         raise StudyError(str(error)) from None
 
 
-def _problem(recipe: Recipe, root: str | Path) -> str | None:
-    """In a process of its own: what is wrong with the data, if anything is."""
+def _problem(recipes: Sequence[Recipe], root: str | Path, device: str | None) -> str | None:
+    """In a process of its own: what is wrong with the device or the data, if anything is."""
     from balnorm.data import DataError
-    from balnorm.training.processes import Processes
+    from balnorm.training.processes import processes
     from balnorm.training.trainer import make_loaders
 
     try:
-        import torch
-
-        make_loaders(recipe, Processes(0, 1, torch.device("cpu")), Path(root))
+        with processes(device) as team:
+            for recipe in recipes:
+                make_loaders(recipe, team, Path(root))
     except (DataError, ValueError, OSError) as error:
         return str(error)
     return None

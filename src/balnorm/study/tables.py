@@ -108,7 +108,7 @@ def _final_table(results: Results) -> Table:
         runs = results.of(setting)
         accuracy = spread(list(final(runs, "test_accuracy").values()))
         cells = [Cell(str(setting), (str(setting),)), _count(accuracy.n if accuracy else 0, zero="0")]
-        cells += [_percents(accuracy)]
+        cells += [_percents(accuracy, diverged=any(run.state == "diverged" for run in runs))]
         cells += [_spread(spread(list(final(runs, name).values())), ".3f") for name in ("test_loss", "train_loss")]
         cells += [_count(sum(run.state == s for run in runs)) for s in ("diverged", "failed")]
         cells += [_count(sum(run.state in ("unfinished", "new") for run in runs))]
@@ -166,7 +166,7 @@ def _cost_table(results: Results, levels: Sequence[float]) -> Table:
         rows.append(tuple(cells))
     columns = (
         ("setting", ("setting",)),
-        *((f"epochs to {level:.0%}", _three(f"epochs_to_{level:.2f}")) for level in levels),
+        *((f"epochs to {100 * level:g}%", _three(f"epochs_to_{level:g}")) for level in levels),
         ("seconds an epoch", _three("seconds_per_epoch")),
         ("peak memory, MiB", _three("peak_memory_mib")),
     )
@@ -194,8 +194,8 @@ def _count(number: int, zero: str = "") -> Cell:
     return Cell(str(number or zero), (number,))
 
 
-def _percents(found: Spread | None) -> Cell:
-    if found is not None and found.median == 0.0:
+def _percents(found: Spread | None, diverged: bool) -> Cell:
+    if found is not None and diverged and found.median == 0.0:
         return Cell("diverged", (0.0, found.low, found.high))
     scaled = None if found is None else Spread(100 * found.median, 100 * found.low, 100 * found.high, found.n)
     return Cell(_spread(scaled, ".2f").text, (None,) * 3 if found is None else (found.median, found.low, found.high))

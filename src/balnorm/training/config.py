@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 __all__ = ["MixupKind", "ModelName", "NormName", "Precision", "Recipe", "ScheduleName", "SetName", "differences"]
 
@@ -141,8 +142,13 @@ class Recipe:
             raise ValueError("depth is for wide_resnet and must be 6 n + 2: 8, 14, 20, 26, ...")
         if self.label_smoothing and (self.mixup != "none" or self.loss != "cross_entropy"):
             raise ValueError("label_smoothing goes with cross_entropy and without mixup")
-        if self.sync_stats and not self.norm.startswith(("balnorm", "batchnorm")):
+        if self.sync_stats and not (self.norm.startswith("balnorm") or self.norm == "batchnorm"):
             raise ValueError(f"sync_stats is for balnorm and batchnorm, not for {self.norm}")
+
+    def model_options(self) -> dict[str, int]:
+        """What the network is made with, besides its name and its norm."""
+        options = {"width": self.width, "depth": self.depth}
+        return {name: value for name, value in options.items() if value is not None}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Recipe:
@@ -152,7 +158,25 @@ class Recipe:
         known = {field.name for field in fields(Recipe)}
         if unknown := sorted(values.keys() - known):
             raise ValueError(f"a recipe has no {', '.join(unknown)}")
-        return Recipe(**{**values, "drops": tuple(values.get("drops", ()))})
+        for name, kind in get_type_hints(Recipe).items():
+            if name in values and not _is_a(values[name], kind):
+                raise ValueError(f"{name} cannot be {values[name]!r}")
+        recipe = Recipe(**{**values, "drops": tuple(values.get("drops", ()))})
+        recipe.check()
+        return recipe
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    """Whether a value read from JSON is of a field's type."""
+    if get_origin(kind) is Literal:
+        return any(value is each or (isinstance(value, str) and value == each) for each in get_args(kind))
+    if get_origin(kind) is tuple:
+        return isinstance(value, list | tuple) and all(_is_a(each, get_args(kind)[0]) for each in value)
+    if get_origin(kind) is UnionType:
+        return any(_is_a(value, each) for each in get_args(kind))
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is kind
 
 
 def differences(ours: Recipe, theirs: Recipe) -> list[str]:

@@ -19,7 +19,7 @@ def write_atomically(path: Path, contents: bytes) -> None:
 @contextlib.contextmanager
 def written(path: Path, contents: bytes) -> Iterator[Path]:
     """A file beside ``path``, safely on the disk, to be given its name inside."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(contents)

@@ -87,9 +87,14 @@ def _place(device: str | None, local: int, world: int) -> torch.device:
         place = torch.device(device)
     except RuntimeError:
         raise ValueError(f"device must be such as cpu, cuda or cuda:1, got {device!r}") from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} is not here: torch sees no GPU")
+    try:
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"device {device!r} is not here ({reason})") from None
     if place.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device {device!r} is not here: torch sees no GPU")
         if place.index is None:
             return torch.device("cuda", local)
         if world > 1:

@@ -53,7 +53,7 @@ class Run:
                     f"{self.folder} was started with another recipe ({'; '.join(changed)}): "
                     "give the same one to resume it, or another folder"
                 )
-        elif self.folder.exists() and any(self.folder.iterdir()):
+        elif self.folder.exists() and any(path.suffix != ".tmp" for path in self.folder.iterdir()):
             raise RunError(f"{self.folder} is not empty and holds no run: choose another folder")
 
     def create(self, recipe: Recipe) -> None:

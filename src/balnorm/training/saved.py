@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from balnorm.data import SETS
+from balnorm.layers import BalNormLayer
 from balnorm.models import create_model
-from balnorm.norms import NORMS
 from balnorm.training.checkpoint import CheckpointError, load_checkpoint
 from balnorm.training.config import Recipe
 from balnorm.training.processes import Processes
@@ -30,6 +30,8 @@ class Saved:
     epoch: int
     """How many are done."""
     finished: bool
+    remark: str | None
+    """What was wrong with the checkpoint, where the one before it was read instead."""
 
     @property
     def image(self) -> tuple[int, int, int]:
@@ -50,10 +52,9 @@ def load_saved(path: str | Path) -> Saved:
     found = load_checkpoint(path)
     if found is None:
         raise CheckpointError(f"{path} does not exist: give the checkpoint.pt of a run, or its folder")
-    state = found[0]
+    state, remark = found
     try:
         recipe = Recipe.from_dict(state["recipe"])
-        recipe.check()
         weights: dict[str, Any] = state["model"]
         if state["averaged"] is not None:
             prefix = "module."
@@ -61,11 +62,10 @@ def load_saved(path: str | Path) -> Saved:
             weights = {name.removeprefix(prefix): value for name, value in averaged if name.startswith(prefix)}
         last = [value for value in weights.values() if value.dim() == 2][-1]  # the classifier
         channels = 3 if recipe.data == "folder" else SETS[recipe.data].channels
-        options = {name: value for name in ("width", "depth") if (value := getattr(recipe, name)) is not None}
-        model = create_model(recipe.model, recipe.norm, last.shape[0], in_channels=channels, **options)
+        model = create_model(recipe.model, recipe.norm, last.shape[0], in_channels=channels, **recipe.model_options())
         model.load_state_dict(weights)
         position = state["position"]
-        return Saved(recipe, model.eval(), int(position["epoch"]), bool(position["finished"]))
+        return Saved(recipe, model.eval(), int(position["epoch"]), bool(position["finished"]), remark)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{path} is not the checkpoint of a run of this version ({_first_line(error)})"
@@ -77,8 +77,12 @@ def test_batch(saved: Saved, root: str | Path, images: int) -> Tensor:
     recipe = replace(saved.recipe, batch_size=images)
     team = Processes(0, 1, torch.device("cpu"))
     _, loader, _, _ = make_loaders(recipe, team, Path(root))
-    batch, _ = next(iter(loader.epoch()))
-    return batch[:images]
+    batches: list[Tensor] = []
+    for batch, _ in loader.epoch():
+        batches.append(batch)
+        if sum(map(len, batches)) >= images:
+            break
+    return torch.cat(batches)[:images]
 
 
 def export_folded(saved: Saved, out: Path) -> None:
@@ -91,9 +95,11 @@ def export_folded(saved: Saved, out: Path) -> None:
     from balnorm.surgery import fold
 
     kinds = (".pt", ".pt2", ".onnx")
+    if out.name == "checkpoint.pt":
+        raise ValueError(f"{out} is what a run keeps its own state in: choose another name")
     if out.suffix not in kinds:
         raise ValueError(f"the file to write must end in {', '.join(kinds)}, got {out}")
-    if NORMS[saved.recipe.norm].pixels != "unit":
+    if not any(isinstance(module, BalNormLayer) for module in saved.model.modules()):
         raise ValueError(f"there is nothing to fold: the network has {saved.recipe.norm}, and no balanced layer")
     folded = fold(saved.model)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -105,14 +105,15 @@ def measure(recipe: Recipe, root: str | Path = "data", device: str | None = None
 
 
 def _seconds_a_batch(work: Callable[[Any], object], batches: Iterator[Any], count: int, team: Processes) -> float:
-    """The mean over some batches; the first, which is slower, counts only if there is no other."""
+    """The mean over some batches, fetched and worked on; the first, which is slower, counts only if it is alone."""
     times = []
+    started = time.perf_counter()
     for batch in itertools.islice(batches, count + 1):
-        started = time.perf_counter()
         work(batch)
         if team.device.type == "cuda":
             torch.cuda.synchronize(team.device)
         times.append(time.perf_counter() - started)
+        started = time.perf_counter()
     times = times[1:] or times
     return sum(times) / max(1, len(times))
 
@@ -245,8 +246,7 @@ class Trainer:
         recipe = self.recipe
         blend = self.draw_blend(len(labels))
         mixing = contextlib.nullcontext() if self.mixup is None or blend is None else self.mixup.active(blend)
-        dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(recipe.precision)
-        with mixing, torch.autocast(self.team.device.type, dtype, enabled=dtype is not None):
+        with mixing, autocast(recipe, self.team.device):
             scores = self.forward(images)
         loss = self.loss(scores.float(), labels, blend)
         self.optimizer.zero_grad(set_to_none=True)
@@ -334,6 +334,8 @@ class Trainer:
                 f"{self.run.folder} was started with {found[0]['world']} processes and goes on with as many, not with "
                 f"{self.team.world}"
             )
+        if found is not None and len(self.run.records()) < found[0]["position"]["epoch"]:
+            raise RunError(f"{self.run.metrics} lacks epochs that are done: move {self.run.folder} away to start again")
         self.team.wait()  # until all have read what the first may change
         if self.team.first:
             self.run.note_environment(world=self.team.world, device=str(self.team.device), resumed=found is not None)
@@ -444,9 +446,7 @@ def make_loaders(
 
 def make_model(recipe: Recipe, team: Processes, channels: int, classes: int) -> nn.Module:
     """The network, on its device, in channels_last."""
-    options: dict[str, Any] = {"width": recipe.width, "depth": recipe.depth}
-    options = {name: value for name, value in options.items() if value is not None}
-    model = create_model(recipe.model, recipe.norm, classes, in_channels=channels, **options)
+    model = create_model(recipe.model, recipe.norm, classes, in_channels=channels, **recipe.model_options())
     if recipe.sync_stats:
         if recipe.norm == "batchnorm":
             if team.device.type == "cpu":
@@ -456,6 +456,12 @@ def make_model(recipe: Recipe, team: Processes, channels: int, classes: int) -> 
             if isinstance(module, BalNormLayer):
                 module.sync_stats = True
     return model.to(team.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
+    """The precision of a recipe, as a context."""
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(recipe.precision)
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
 def sums_of(loss: Tensor, scores: Tensor, labels: Tensor) -> Tensor:

@@ -40,7 +40,7 @@
     if (x0 === x1) [x0, x1] = panel.x_log ? [x0 / 2, x1 * 2] : [x0 - 1, x1 + 1];
     const [y0, y1] = panel.y_range || [0, 1];
     const scale = panel.x_log ? Math.log : (value) => value;
-    const inset = figure.key.startsWith("by-") ? 14 : 0;
+    const sweep = figure.key.startsWith("by-"), inset = sweep ? 14 : 0;
     const X = (value) => left + inset + ((scale(value) - scale(x0)) / (scale(x1) - scale(x0))) * (width - left - right - 2 * inset);
     const Y = (value) => top + ((y1 - value) / (y1 - y0)) * (height - top - bottom);
 
@@ -51,8 +51,8 @@
       svg("line", { x1: left, x2: width - right, y1: y, y2: y, class: "grid" }, root);
       svg("text", { x: left - 6, y: y + 4, "text-anchor": "end" }, root, value.toFixed(vertical.digits) + (figure.percent ? "%" : ""));
     }
-    let marks = panel.x_log ? [...new Set(all)] : ticks(x0, x1, Math.min(8, x1 - x0 || 1, width / 60)).found;
-    if (!panel.x_log && figure.key.startsWith("by-") === false) marks = marks.filter(Number.isInteger);
+    let marks = panel.x_log ? [...new Set(all)] : ticks(x0, x1, Math.min(8, width / 60, sweep ? 8 : x1 - x0)).found;
+    if (!panel.x_log && !sweep) marks = marks.filter(Number.isInteger);
     for (const value of marks) {
       svg("text", { x: X(value), y: height - bottom + 16, "text-anchor": "middle" }, root, String(Number(value.toPrecision(6))));
     }
@@ -75,7 +75,7 @@
         points: points.map(([x, y]) => `${X(x)},${Y(y)}`).join(" "),
         class: "line", stroke: look(curve.norm).colour, "stroke-dasharray": dashes[look(curve.norm).dash], "data-norm": curve.norm,
       }, plot);
-      if (figure.key.startsWith("by-") || points.length === 1) {
+      if (sweep || points.length === 1) {
         for (const [x, y] of points) svg("circle", { cx: X(x), cy: Y(y), r: 3.5, fill: look(curve.norm).colour }, plot);
       }
     }
