@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -35,6 +36,7 @@ from balnorm.study.tables import as_csv, as_latex, as_markdown, as_text, study_t
 from balnorm.training.config import NormName
 from folders import make_run
 
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
 numbers = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12)
 
 
@@ -383,8 +385,9 @@ def test_curves_stay_in_view_where_runs_diverged(tmp_path):
         count = 2 if seed < 2 else 12
         make_run(tmp_path, "none", seed, [0.5] * count, losses[:count], epochs=12, diverged=seed < 2)
     (loss,) = [figure for figure in figures(read_results([tmp_path])) if figure.key == "loss"]
-    for panel in loss.panels:
-        assert panel.y_range[0] <= 2.2 * 0.8**11
+    whole, _, late = loss.panels
+    assert whole.y_range[0] <= 2.2 * 0.8**11
+    assert late.y_range[0] <= 2.2 * 0.8**11
 
 
 def test_hostile_text_in_a_folder_stays_text(tmp_path):
@@ -421,6 +424,17 @@ def test_the_command_prints_tables_and_the_page(study, capsys):
     assert printed.out.strip().endswith("report/index.html")
     assert "<title>Mine</title>" in (study / "report" / "index.html").read_text()
     assert not (study / "report" / "accuracy.png").exists()
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in RESULTS.glob("*/runs")))
+def test_published_results_are_drawn_again_from_what_is_there(tmp_path, name):
+    report = write_report([RESULTS / name], tmp_path, formats=["svg"])
+    assert not report.problems
+    published = RESULTS / name / "report"
+    assert {path.name for path in published.glob("*.svg")} == {path.name for path in tmp_path.glob("*.svg")}
+    for table in report.tables:
+        assert as_csv(table) == (published / f"{table.key}.csv").read_text()
+    assert len(re.findall(r"balnorm compare", (RESULTS / name / "README.md").read_text())) >= 1
 
 
 def test_a_report_needs_no_torch(study):
