@@ -432,10 +432,14 @@ def test_damaged_checkpoints_fall_back_to_the_one_before(tmp_path, monkeypatch, 
 
 
 def test_no_good_checkpoint_is_one_sentence(tmp_path):
+    run = Run(tmp_path)
+    run.create(SMALL)
     for name in ("checkpoint.pt", "checkpoint.pt.previous"):
         (tmp_path / name).write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint of balnorm"):
+        load_checkpoint(run.checkpoint)
     with pytest.raises(CheckpointError, match=r"is not a checkpoint of balnorm.*delete the folder to start again"):
-        load_checkpoint(tmp_path / "checkpoint.pt")
+        train(SMALL, tmp_path, show=False)
     assert load_checkpoint(tmp_path / "nothing.pt") is None
 
 
@@ -569,7 +573,7 @@ def test_the_command_line(tmp_path):
     [
         (["--help"], 0, "balnorm train digits --norm batchnorm --seed 3 --out runs/a"),
         (["train", "--help"], 0, "recipes:"),
-        ([], 2, "usage: balnorm train RECIPE"),
+        ([], 2, "usage: balnorm COMMAND"),
         (["trian", "digits"], 2, "balnorm: there is no command 'trian': did you mean train?"),
         (["train", "digit"], 2, "the recipe must be one of digits, "),
         (["train", "digits", "--epoch", "3"], 2, "Perhaps you meant"),
