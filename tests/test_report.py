@@ -210,6 +210,14 @@ def test_a_study_of_norms_has_all_epochs_and_two_zooms(tmp_path):
     assert whole.curves[0].median[-1] == pytest.approx(0.9, rel=1e-3)
 
 
+def test_bands_are_quartiles(tmp_path):
+    for seed in range(5):
+        make_run(tmp_path, "none", seed, [0.1 * seed + 0.1] * 2)
+    curve = figures(read_results([tmp_path]))[0].panels[0].curves[0]
+    assert (curve.low[-1], curve.median[-1], curve.high[-1]) == pytest.approx((0.2, 0.3, 0.4))
+    assert curve.n == (5, 5)
+
+
 def test_what_varies_has_a_panel_each_and_a_sweep(tmp_path):
     for seed in range(2):
         for lr in (0.01, 0.1, 1.0):
