@@ -9,6 +9,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import platform
 import signal
 import socket
 import sys
@@ -18,7 +19,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -128,6 +128,8 @@ class LocalExecutor:
         fork = "forkserver" in multiprocessing.get_all_start_methods()
         self._context: Any = multiprocessing.get_context("forkserver" if fork else "spawn")
         if fork:
+            from multiprocessing import forkserver
+
             preload = ["balnorm.training.trainer", "torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets"]
             self._context.set_forkserver_preload(preload)
             with _ignoring_interrupts():  # Ctrl-C is this process's to answer
@@ -332,7 +334,7 @@ def _check_reachable(address: str) -> None:
 def _execute_on_node(task: Task) -> tuple[End, str]:
     shared = task.member.folder.parent
     if not shared.is_dir():
-        return "failed", f"{shared} is not on {os.uname().nodename}: --out must be on storage that all machines share"
+        return "failed", f"{shared} is not on {platform.node()}: --out must be on storage that all machines share"
     sys.argv = list(task.command) or sys.argv  # of which the run keeps a record
     patience = time.monotonic() + 60
     while True:

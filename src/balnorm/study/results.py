@@ -9,10 +9,10 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from balnorm.study.grid import FAILURE, Setting, State, settings_of, state_of
-from balnorm.training.config import Recipe
+from balnorm.training.config import NormName, Recipe
 from balnorm.training.run import Run, RunError
 
 __all__ = ["Result", "Results", "read_results"]
@@ -45,7 +45,7 @@ class Results:
 
     @functools.cached_property
     def settings(self) -> list[Setting]:
-        """In the order in which a study was given them, as far as the folders tell: norms in the order of the list."""
+        """What varies by size or name, and within that the norms in the order of their list."""
         return sorted(dict.fromkeys(run.setting for run in self.runs), key=_place)
 
     def of(self, setting: Setting) -> list[Result]:
@@ -149,12 +149,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _place(setting: Setting) -> tuple[Any, ...]:
-    from typing import get_args
-
-    from balnorm.training.config import NormName
-
-    names = get_args(NormName)
-    place = names.index(setting.norm) if setting.norm in names else len(names)
+    place = get_args(NormName).index(setting.norm)
     # Numbers by size and before other values, which go by their names.
     values = [(0, value, "") if isinstance(value, int | float) else (1, 0, str(value)) for _, value in setting.varied]
     return (*values, place)
