@@ -283,6 +283,15 @@ def test_the_summary_in_words(study):
     assert "fewer than five seeds" in text  # groupnorm has three
 
 
+def test_the_summary_of_many_pairs_is_one_sentence(tmp_path):
+    for lr, gain in {0.01: 0.1, 0.1: 0.0, 1.0: -0.1, 2.0: 0.2}.items():
+        for seed in range(5):
+            make_run(tmp_path, "batchnorm", seed, [0.2, 0.5 + seed / 100], lr=lr)
+            make_run(tmp_path, "balnorm", seed, [0.2, 0.5 + seed / 100 + gain], lr=lr)
+    (sentence,) = [text for text in summarize(read_results([tmp_path]), "batchnorm") if "Seed by seed" in text]
+    assert "ahead of batchnorm in 2 of 4 such pairs of settings and behind in 1" in sentence
+
+
 def test_damaged_and_foreign_folders_are_told_and_not_fatal(study):
     runs = study / "runs"
     with (runs / "balnorm-seed0" / "metrics.jsonl").open("a") as file:

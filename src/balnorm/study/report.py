@@ -137,8 +137,8 @@ def _final_spread(results: Results, setting: Setting) -> Any:
 
 
 def _compared(results: Results, baseline: str) -> list[str]:
-    """BalNorm against the baseline, where the study has both."""
-    sentences = []
+    """BalNorm against the baseline, where the study has both: a sentence each, or one for all where they are many."""
+    sentences, ahead, behind = [], 0, 0
     for setting in results.settings:
         other = baseline_of(setting, results, baseline)
         if other is None or setting.norm != "balnorm":
@@ -146,13 +146,19 @@ def _compared(results: Results, baseline: str) -> list[str]:
         found = difference(final(results.of(setting), "test_accuracy"), final(results.of(other), "test_accuracy"))
         if found is None:
             continue
+        ahead, behind = ahead + (found.low > 0), behind + (found.high < 0)
         text = f"Seed by seed, {setting} is {100 * found.median:+.2f} points from {baseline} (median of "
         text += f"{_many(found.n, 'seed')}"
         if math.isfinite(found.low):
             verdict = "which does not exclude 0" if found.low <= 0 <= found.high else "which excludes 0"
             text += f", 95% interval {100 * found.low:+.2f} to {100 * found.high:+.2f}, {verdict}"
         sentences.append(f"{text}).")
-    return sentences
+    if len(sentences) <= 2:
+        return sentences
+    return [
+        f"Seed by seed, balnorm is ahead of {baseline} in {ahead} of {len(sentences)} such pairs of settings and behind "
+        f"in {behind}, as far as 95% intervals that exclude 0 tell."
+    ]
 
 
 def _counted(results: Results) -> str:
