@@ -156,8 +156,8 @@ def _compared(results: Results, baseline: str) -> list[str]:
     if len(sentences) <= 2:
         return sentences
     return [
-        f"Seed by seed, balnorm is ahead of {baseline} in {ahead} of {len(sentences)} such pairs of settings and behind "
-        f"in {behind}, as far as 95% intervals that exclude 0 tell."
+        f"Seed by seed, balnorm is ahead of {baseline} in {ahead} of {len(sentences)} such pairs of settings and "
+        f"behind in {behind}, as far as 95% intervals that exclude 0 tell."
     ]
 
 
