@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from benchmarks.measure import saved_bytes
 from torch import nn
 
 from balnorm import BalNormConv2d
+from balnorm.study.measure import saved_bytes
 from cases import MASS_AND_PASS
 
 
