@@ -283,6 +283,18 @@ def test_the_summary_in_words(study):
     assert "fewer than five seeds" in text  # groupnorm has three
 
 
+def test_a_tie_has_no_winner(tmp_path):
+    for seed in range(5):
+        for norm in ("balnorm", "batchnorm", "none"):
+            make_run(tmp_path, norm, seed, [0.5, 0.6 if norm == "none" else 0.8])
+    text = " ".join(summarize(read_results([tmp_path]), "batchnorm"))
+    assert (
+        "balnorm and batchnorm came out highest, alike: a median test accuracy of 80.00% after 2 epochs (5 seeds)."
+        in text
+    )
+    assert "Then none 60.00%." in text
+
+
 def test_the_summary_of_many_pairs_is_one_sentence(tmp_path):
     for lr, gain in {0.01: 0.1, 0.1: 0.0, 1.0: -0.1, 2.0: 0.2}.items():
         for seed in range(5):

@@ -113,13 +113,17 @@ def summarize(results: Results, baseline: str) -> list[str]:
         sentences.append("Every setting diverged in half of its runs or more.")
     elif ranked:
         best, first = ranked[0]
-        epochs = results.of(first)[0].recipe.epochs
+        leaders = [str(setting) for found, setting in ranked if found.median == best.median]
+        epochs = _many(results.of(first)[0].recipe.epochs, "epoch")
+        spreads = f"quartiles {best.low:.2%} to {best.high:.2%}, " if len(leaders) == 1 else ""
+        alike = ", alike" if len(leaders) > 1 else ""
         sentences.append(
-            f"{first} came out highest: a median test accuracy of {best.median:.2%} after {_many(epochs, 'epoch')} "
-            f"(quartiles {best.low:.2%} to {best.high:.2%}, {_many(best.n, 'seed')})."
+            f"{' and '.join(leaders)} came out highest{alike}: a median test accuracy of {best.median:.2%} after {epochs} "
+            f"({spreads}{_many(best.n, 'seed')})."
         )
-        others = [f"{setting} {_accuracy(found.median)}" for found, setting in ranked[1:7]]
-        more = f" and {len(ranked) - 7} more" if len(ranked) > 7 else ""
+        others = [f"{setting} {_accuracy(found.median)}" for found, setting in ranked[len(leaders) : len(leaders) + 6]]
+        rest = len(ranked) - len(leaders) - len(others)
+        more = f" and {rest} more" if rest else ""
         if others:
             sentences.append(f"Then {', '.join(others)}{more}.")
     compared = _compared(results, baseline)
