@@ -118,8 +118,8 @@ def summarize(results: Results, baseline: str) -> list[str]:
         spreads = f"quartiles {best.low:.2%} to {best.high:.2%}, " if len(leaders) == 1 else ""
         alike = ", alike" if len(leaders) > 1 else ""
         sentences.append(
-            f"{' and '.join(leaders)} came out highest{alike}: a median test accuracy of {best.median:.2%} after {epochs} "
-            f"({spreads}{_many(best.n, 'seed')})."
+            f"{' and '.join(leaders)} came out highest{alike}: a median test accuracy of {best.median:.2%} after "
+            f"{epochs} ({spreads}{_many(best.n, 'seed')})."
         )
         others = [f"{setting} {_accuracy(found.median)}" for found, setting in ranked[len(leaders) : len(leaders) + 6]]
         rest = len(ranked) - len(leaders) - len(others)
