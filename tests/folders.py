@@ -1,6 +1,7 @@
-"""Run folders made by hand, for tests of what reads them."""
+"""Run folders made by hand, for tests of what reads them; and who is training in one."""
 
 import json
+import os
 from dataclasses import asdict, replace
 
 from balnorm.recipes import get_recipe
@@ -26,3 +27,16 @@ def make_run(
     if diverged:
         run.add_record({"epoch": len(accuracies) + 1, "diverged": True, "seconds": 1.0, "peak_memory": 1})
     return run
+
+
+def trainers(folder):
+    """The processes that hold a run's config.json open, and so its lock."""
+    found = []
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            files = [os.readlink(f"/proc/{process}/fd/{fd}") for fd in os.listdir(f"/proc/{process}/fd")]
+        except OSError:
+            continue
+        if any(file.startswith(str(folder)) and file.endswith("config.json") for file in files):
+            found.append(int(process))
+    return found

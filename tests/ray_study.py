@@ -14,22 +14,10 @@ from pathlib import Path
 from ray.cluster_utils import Cluster
 
 from balnorm.cli import main
+from folders import trainers
 
 STUDY = ["digits", "--epochs", "25", "--train-limit", "200", "--test-limit", "60", "--width", "4", "--batch-size", "20"]
 STUDY += ["--norms", "balnorm", "none", "--seeds", "2"]
-
-
-def trainers(folder):
-    """The processes that hold a run's config.json open, and so its lock."""
-    found = []
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            files = [os.readlink(f"/proc/{process}/fd/{fd}") for fd in os.listdir(f"/proc/{process}/fd")]
-        except OSError:
-            continue
-        if any(file.startswith(str(folder)) and file.endswith("config.json") for file in files):
-            found.append(int(process))
-    return found
 
 
 def disturb(folder, what, cluster, node):

@@ -20,7 +20,7 @@ from balnorm.study.executors import LocalExecutor, Outcome
 from balnorm.study.grid import Setting, plan, settings_of, state_of
 from balnorm.study.runner import run_study
 from balnorm.training.run import Run, read_metrics
-from folders import make_run
+from folders import make_run, trainers
 
 SMALL = ["--epochs", "3", "--train-limit", "200", "--test-limit", "60", "--width", "4", "--batch-size", "20"]
 DIGITS = replace(get_recipe("digits"), epochs=3, train_limit=200, test_limit=60, width=4, batch_size=20)
@@ -281,19 +281,6 @@ def wait_for_epochs(out, epochs):
     raise AssertionError("the study does not get on")
 
 
-def workers_of(parent):
-    """The training processes of a study: those that hold a run's config.json open, and so its lock."""
-    found = []
-    for process in os.listdir("/proc"):
-        try:
-            files = [os.readlink(f"/proc/{process}/fd/{fd}") for fd in os.listdir(f"/proc/{process}/fd")]
-        except OSError:
-            continue
-        if any(file.startswith(str(parent)) and file.endswith("config.json") for file in files):
-            found.append(int(process))
-    return found
-
-
 @pytest.fixture(scope="module")
 def longer(tmp_path_factory):
     out = tmp_path_factory.mktemp("longer") / "study"
@@ -308,7 +295,7 @@ def test_whatever_happens_the_result_is_the_same(longer, tmp_path, how):
     out = tmp_path / "study"
     process = start(out)
     wait_for_epochs(out, 2)
-    workers = workers_of(out)
+    workers = trainers(out)
     assert len(workers) == 2
     if how == "a worker is killed":
         os.kill(workers[0], signal.SIGKILL)
@@ -324,15 +311,15 @@ def test_whatever_happens_the_result_is_the_same(longer, tmp_path, how):
         process.kill()
         process.wait()
         deadline = time.monotonic() + 30
-        while workers_of(out) and time.monotonic() < deadline:  # they save, and end by themselves
+        while trainers(out) and time.monotonic() < deadline:  # they save, and end by themselves
             time.sleep(0.1)
-        assert not workers_of(out)
+        assert not trainers(out)
         assert "Traceback" not in printed_by(out)
     else:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
         assert "stopped, and saved: the same command goes on from there" in printed_by(out)
-        assert not workers_of(out)
+        assert not trainers(out)
     assert any(len(records) < 60 for records in results(out).values())  # it was in the middle
     again = start(out)
     assert again.wait(300) == 0, printed_by(out)
