@@ -1,4 +1,4 @@
-"""Reading, augmenting and batching, on small files in each official format, and on real images where they are."""
+"""Reading, augmenting and batching, on small files in each official format, and on real photographs."""
 
 import dataclasses
 import gzip
@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageStat
 from scipy.io import savemat
 
 from balnorm.data import (
@@ -31,7 +31,8 @@ from balnorm.data.augment import Moves, crop_and_flip, draw_moves, generator, to
 from balnorm.data.loaders import Shares
 from balnorm.data.sources import stratified
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+PHOTOGRAPHS = Path(__file__).parent / "images"  # see the README there
+SHARED = Path(__file__).parents[2] / "shared" / "data"  # whole data sets, on the machines that have them
 
 
 def random_images(n, channels=3, size=32, classes=10, seed=0):
@@ -49,21 +50,28 @@ def md5(data):
 # --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cifar10(tmp_path, monkeypatch):
-    """Six files of 20 images, and their checksums in the place of the published ones."""
-    images, labels = random_images(120)
-    records = np.concatenate([labels.astype(np.uint8)[:, None], images.reshape(120, -1)], axis=1)
+def write_cifar10(root, monkeypatch, records):
+    """Six files of 20 records each, and their checksums in the place of the published ones."""
     names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
-    parts = {name: records[20 * i : 20 * (i + 1)].tobytes() for i, name in enumerate(names)}
+    parts = {name: b"".join(records[20 * i : 20 * (i + 1)]) for i, name in enumerate(names)}
     folder, archive, label_bytes, _, classes = sources._CIFAR["cifar10"]
     checksums = {name: md5(data) for name, data in parts.items()}
     test = {"test_batch": checksums.pop("test_batch")}
     entry = (folder, archive, label_bytes, {"train": checksums, "test": test}, classes)
     monkeypatch.setitem(sources._CIFAR, "cifar10", entry)
-    (tmp_path / folder).mkdir()
+    (root / folder).mkdir()
     for name, data in parts.items():
-        (tmp_path / folder / f"{name}.bin").write_bytes(data)
+        (root / folder / f"{name}.bin").write_bytes(data)
+
+
+@pytest.fixture
+def cifar10(tmp_path, monkeypatch):
+    images, labels = random_images(120)
+    write_cifar10(
+        tmp_path,
+        monkeypatch,
+        [bytes([label]) + image.tobytes() for image, label in zip(images, labels, strict=True)],
+    )
     return tmp_path, images, labels
 
 
@@ -203,7 +211,29 @@ def test_digits_come_with_scikit_learn():
     assert np.abs(np.bincount(test.labels) * 5 - np.bincount(np.concatenate([train.labels, test.labels]))).max() <= 5
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="CIFAR-10 is not here")
+def test_photographs_come_out_of_cifars_format_as_pillow_shows_them(tmp_path, monkeypatch):
+    with Image.open(PHOTOGRAPHS / "train" / "palace" / "0.jpg") as image:
+        parts = [image.crop((left, top, left + 32, top + 32)) for top in range(0, 88, 9) for left in range(0, 148, 12)]
+    parts = parts[:120]
+    labels = [i % 10 for i in range(120)]
+    planes = [b"".join(channel.tobytes() for channel in part.split()) for part in parts]
+    write_cifar10(tmp_path, monkeypatch, [bytes([label]) + p for label, p in zip(labels, planes, strict=True)])
+    train, test = load("cifar10", tmp_path, "train"), load("cifar10", tmp_path, "test")
+    assert [*train.labels, *test.labels] == labels
+    for image, part in zip([*train.images, *test.images], parts, strict=True):
+        assert np.array_equal(image.transpose(1, 2, 0), np.asarray(part))
+    beside_each_other = Image.new("RGB", (32 * 100, 32))
+    for i, part in enumerate(parts[:100]):
+        beside_each_other.paste(part, (32 * i, 0))
+    pillow = ImageStat.Stat(beside_each_other)
+    mean, std = channel_statistics(train.images)
+    assert np.allclose(mean * 255, pillow.mean)
+    assert np.allclose(std * 255, pillow.stddev)
+
+
+@pytest.mark.skipif(
+    not SHARED.is_dir(), reason="the whole of CIFAR-10 is not here: photographs of ours stand in for it"
+)
 def test_real_cifar10():
     test = load("cifar10", SHARED, "test")
     assert np.array_equal(np.bincount(test.labels), [1000] * 10)
@@ -530,7 +560,33 @@ def test_a_constant_channel_is_no_division_by_zero():
     assert next(loader.epoch())[0].abs().max() < 1e-5
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="Tiny-ImageNet is not here")
+@pytest.mark.parametrize("size", [64, 40, 20])  # decoded whole, at a half and at a quarter
+def test_jpegs_show_what_pillow_shows(size):
+    data = ImageFolder.scan(PHOTOGRAPHS, "train")
+    assert data.classes == ("flower", "palace")
+    images, labels = next(FolderLoader(data, 6, training=False, size=size, workers=0).epoch(0))
+    assert labels.tolist() == [0, 0, 0, 1, 1, 1]
+    for path, image in zip(data.paths, images, strict=True):
+        with Image.open(path) as photograph:
+            side = min(photograph.size) * 224 / 256
+            left, top = ((length - side) / 2 for length in photograph.size)
+            box = (left, top, left + side, top + side)
+            expected = photograph.convert("RGB").resize((size, size), Image.Resampling.BILINEAR, box=box)
+        difference = np.abs(image.numpy().transpose(1, 2, 0) - np.asarray(expected) / 255)
+        assert difference.mean() < 0.03, path
+
+
+def test_jpegs_are_cut_anew_in_every_epoch():
+    data = ImageFolder.scan(PHOTOGRAPHS, "train")
+    images, labels = next(FolderLoader(data, 6, training=True, size=32, workers=0).epoch(0))
+    assert images.shape == (6, 3, 32, 32)
+    assert torch.bincount(labels).tolist() == [3, 3]
+    assert 0.05 < images.std() < 0.5
+    one = FolderLoader(ImageFolder(data.paths[:1], data.labels[:1], data.classes), 1, training=True, size=32, workers=0)
+    assert not torch.equal(next(one.epoch(0))[0], next(one.epoch(1))[0])
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="Tiny-ImageNet is not here: photographs of ours stand in for it")
 def test_real_jpegs(tmp_path):
     with tarfile.open(SHARED / "tiny-imagenet-10.tar") as tar:
         tar.extractall(tmp_path, filter="data")
