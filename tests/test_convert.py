@@ -19,9 +19,10 @@ from balnorm import (
     convert,
     fold,
 )
-from balnorm.attribution import Attribution
-from balnorm.flow import data_flow, recorded, traced, undisturbed
 from balnorm.init import unit_variance_gain
+from balnorm.surgery._attribution import Attribution
+from balnorm.surgery._flow import data_flow, recorded, traced
+from balnorm.surgery._model import undisturbed
 
 
 def conv(inputs, outputs, kernel=3, **options):

@@ -17,8 +17,11 @@ PACKAGE = ROOT / "src" / "balnorm"
 
 # From the bottom up: a module, or a folder of them, imports only from those before it.
 LIBRARY = ["geometry", "composed", "fused", "functional", "init", "layers"]
-LIBRARY += ["tables", "flow", "attribution", "surgery", "diagnostics", "norms", "models"]
+LIBRARY += ["tables", "surgery", "diagnostics", "norms", "models"]
 BENCH = ["data", "training", "recipes", "study", "cli", "__main__"]  # uses the library, and never the other way round
+ROOMS = {  # the order inside a folder, where it is kept
+    "surgery": ["_model", "_flow", "_attribution", "_convert", "_fold", "_statistics", "_param_groups", "__init__"],
+}
 OTHERS = {
     "diagnostics": {"matplotlib"},  # only inside the function that draws
     "data": {"numpy", "scipy", "sklearn", "PIL", "rich", "torch"},
@@ -64,8 +67,20 @@ def test_imports_point_downwards(module):
             if top == "balnorm":
                 assert rest, f"{module} imports the package itself"
                 assert rest[0] in [*below, *([module] if path.parent != PACKAGE else [])], f"{path} imports {name}"
+                internal = any(part.startswith("_") for part in rest)
+                assert module in LIBRARY or not internal, f"{path} imports {name}, which is internal to the library"
             else:
                 assert top in allowed, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_inside_a_room_point_downwards(room):
+    order = ROOMS[room]
+    assert sorted(path.stem for path in files_of(room)) == sorted(order)
+    for path in files_of(room):
+        for name in imported(path):
+            if name.startswith(f"balnorm.{room}"):
+                assert name.split(".")[2] in order[: order.index(path.stem)], f"{path} imports {name}"
 
 
 def test_importing_the_library_imports_nothing_but_torch():

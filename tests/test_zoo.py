@@ -6,8 +6,9 @@ import pytest
 import torch
 from benchmarks.zoo import SLOW, TIMM, TORCHVISION, build, import_timm, trial
 
-from balnorm.attribution import Attribution
-from balnorm.flow import recorded, traced, undisturbed
+from balnorm.surgery._attribution import Attribution
+from balnorm.surgery._flow import recorded, traced
+from balnorm.surgery._model import undisturbed
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed"),

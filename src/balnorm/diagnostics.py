@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from balnorm.composed import by_output
-from balnorm.flow import input_of_batch, undisturbed
 from balnorm.layers import BalNormLayer, layer_mass
+from balnorm.surgery._model import input_of_batch, undisturbed
 from balnorm.tables import text_table
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from balnorm.layers import BalNormLayer
+from balnorm.surgery._model import undisturbed
 
-__all__ = ["Call", "Flow", "data_flow", "input_of_batch", "recorded", "traced", "undisturbed"]
+__all__ = ["Call", "Flow", "data_flow", "recorded", "traced"]
 
 
 @dataclass(eq=False)
@@ -110,44 +110,6 @@ def is_leaf(module: nn.Module) -> bool:
         module, nn.Sequential | nn.ModuleList | nn.ModuleDict
     )
     return of_torch or isinstance(module, _ConvNd | _NormBase | nn.Linear | BalNormLayer)
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Whatever a forward pass inside does to the model (mode, buffers, attributes) or to the random state is undone."""
-    modules = list(model.modules())
-    attributes = [
-        {name: dict(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
-        for module in modules
-    ]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = {buffer.device for buffer in [*model.parameters(), *model.buffers()] if buffer.is_cuda}
-    with torch.random.fork_rng(sorted(devices, key=str)):
-        try:
-            yield
-        finally:
-            for module, before in zip(modules, attributes, strict=True):
-                for name, value in before.items():
-                    if isinstance(value, dict) and isinstance(vars(module).get(name), dict):
-                        now = vars(module)[name]  # the same dictionary, for those who hold it
-                        now.clear()
-                        now.update(value)
-                    else:
-                        vars(module)[name] = value
-                for name in vars(module).keys() - before.keys():
-                    del vars(module)[name]
-            with torch.no_grad():
-                for buffer, values in buffers:
-                    buffer.copy_(values)
-
-
-def input_of_batch(batch: Any, model: nn.Module) -> Tensor:
-    """The model's input, from what a loader gives: a tensor, or a tuple or list that starts with one."""
-    x = batch[0] if isinstance(batch, list | tuple) and batch else batch
-    if not isinstance(x, Tensor):
-        raise TypeError(f"a batch must be a tensor, or a tuple or list that starts with one, got a {type(x).__name__}")
-    place = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), x.device)
-    return x.to(place)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -292,7 +254,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
 
 
 def recorded(model: nn.Module, arguments: tuple[Any, ...]) -> Flow:
-    """Run ``model`` once in eval mode and note what happens. Use it inside :func:`undisturbed`."""
+    """Run ``model`` once in eval mode and note what happens. Use it inside ``undisturbed``."""
     flow = Flow()
     recorder = _Recorder(flow)
 

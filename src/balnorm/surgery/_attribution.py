@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from balnorm.flow import Call, Flow
 from balnorm.layers import BALANCED, BalNormLayer
+from balnorm.surgery._flow import Call, Flow
 
 __all__ = ["Attribution", "Partner", "is_batch_norm", "is_norm_act"]
 

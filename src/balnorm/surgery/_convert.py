@@ -1,0 +1,190 @@
+"""Replace convolutions and their BatchNorms by balanced convolutions."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from balnorm.layers import BALANCED, BalNormConv2d, LayerOptions
+from balnorm.surgery._attribution import Attribution, Partner, is_batch_norm, is_norm_act
+from balnorm.surgery._flow import data_flow
+from balnorm.surgery._model import ModelT, refuse_wrapped, replace_modules
+from balnorm.tables import text_table
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["ConversionReport", "convert"]
+
+
+class ConversionRow(NamedTuple):
+    """What became of one layer: ``action`` is ``"balanced"``, ``"removed"`` or ``"kept"``."""
+
+    layer: str
+    kind: str
+    action: str
+    why: str
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What :func:`convert` did with every convolution and BatchNorm, and why it left the others. Prints as a table."""
+
+    rows: tuple[ConversionRow, ...]
+
+    @property
+    def balanced(self) -> list[str]:
+        """Names of the layers that became balanced layers."""
+        return [row.layer for row in self.rows if row.action == "balanced"]
+
+    @property
+    def removed(self) -> list[str]:
+        """Names of the BatchNorms that are gone."""
+        return [row.layer for row in self.rows if row.action == "removed"]
+
+    @property
+    def kept(self) -> list[str]:
+        """Names of the layers and BatchNorms that stay what they are."""
+        return [row.layer for row in self.rows if row.action == "kept"]
+
+    def __str__(self) -> str:
+        norms = [row for row in self.rows if "Norm" in row.kind and "Conv" not in row.kind and "Linear" not in row.kind]
+        layers = len(self.rows) - len(norms)
+        return (
+            text_table(["layer", "kind", "action", "why"], self.rows)
+            + f"\n\n{len(self.balanced)} of {layers} layers balanced, "
+            + f"{len(self.removed)} of {len(norms)} BatchNorms removed"
+        )
+
+
+def convert(
+    model: ModelT,
+    *,
+    example_input: Tensor | tuple[Any, ...] | None = None,
+    skip: str | Iterable[str] = (),
+    strict: bool = False,
+    dry_run: bool = False,
+    **options: Unpack[LayerOptions],
+) -> tuple[ModelT, ConversionReport]:
+    """Replace every convolution and its BatchNorm by a balanced convolution, in place.
+
+    A BatchNorm belongs to the layer that it follows *in the data flow*: the layer's output goes to it and nowhere else.
+    In a pre-activation network, where a norm follows a sum, it belongs to the convolutions that it feeds. The norm
+    becomes an :class:`~torch.nn.Identity`, or the activation and dropout of timm's ``BatchNormAct2d``. Linear layers
+    with a BatchNorm are converted too, given an ``example_input``. What cannot be attributed stays, and the report says
+    why.
+
+    A balanced layer keeps the weight, as the same parameter object, and takes over the scale (as a factor on its own
+    initial gain), shift, momentum and synchronisation of the norm that followed. A norm whose scales are all zero, as
+    some libraries start the last one of each residual block, leaves the initial gain: from zero, gains grow too slowly.
+    A balanced layer does not compute what the pair computed, so the converted model has to be trained, or trained on.
+    Layers whose input can be negative, as far as the data flow tells, get ``signed_input=True``. Convert first; make
+    the optimiser, wrap in DDP and compile then.
+
+    Args:
+        model: any module. It is changed in place (unless ``dry_run``) and returned.
+        example_input: a batch, or a tuple of arguments, that the model can be run on: needed where the model cannot be
+            traced symbolically, and for linear layers. Where it has negative values, the layers that get it count as
+            signed.
+        skip: names of modules to leave alone, with all that is inside them; ``*`` and ``?`` as in file names.
+        strict: raise a ValueError, and change nothing, if a BatchNorm would stay (other than by ``skip``).
+        dry_run: only report.
+        **options: for every balanced layer, e.g. ``mass="position"`` or ``one_pass=False``; they override what comes
+            from the norm. See :class:`~balnorm.BalNormConv2d`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
+        >>> model, report = convert(model)
+        >>> print(report)
+        layer  kind         action    why
+        -----  -----------  --------  --------------------------------
+        0      Conv2d       balanced  1 follows it
+        1      BatchNorm2d  removed   follows 0
+        3      Conv2d       kept      no BatchNorm follows or feeds it
+        <BLANKLINE>
+        1 of 2 layers balanced, 1 of 1 BatchNorms removed
+    """
+    refuse_wrapped(model, "convert")
+    BalNormConv2d(2, 2, 1, device="meta", **options)  # a bad option fails here, before anything is done
+    found = Attribution(model, data_flow(model, example_input), [skip] if isinstance(skip, str) else skip)
+    report = _report(found)
+    if strict:
+        left = [norm for norm in found.kept if is_batch_norm(norm) and not found.left_as_asked(norm)]
+        if left:
+            reasons = "; ".join(f"{found.names[norm]}: {found.kept[norm]}" for norm in left)
+            raise ValueError(f"strict=True, and these norms would stay: {reasons}")
+    if not dry_run:
+        new = {
+            layer: _balance(layer, partner, found.signed(layer), options) for layer, partner in found.balanced.items()
+        }
+        replace_modules(model, {**new, **{norm: _without_norm(norm, found) for norm in found.removed}})
+        for activation in found.not_in_place:
+            activation.inplace = False  # type: ignore[assignment]
+    return model, report
+
+
+_WHY = {"follows": "{} follows it", "feeds": "{} feeds it", "behind a sum": "{} normalised what it contributed to"}
+
+
+def _report(found: Attribution) -> ConversionReport:
+    rows = []
+    for module, name in found.names.items():
+        if module in found.balanced:
+            partner = found.balanced[module]
+            action, why = "balanced", _WHY[partner.place].format(found.names[partner.norm])
+            if found.signed(module):
+                why += ", its input can be negative"
+        elif module in found.removed:
+            action, why = "removed", found.removed[module]
+        elif module in found.kept and not (isinstance(module, nn.Linear) and "no BatchNorm" in found.kept[module]):
+            action, why = "kept", found.kept[module]
+        else:
+            continue
+        rows.append(ConversionRow(name, type(module).__name__, action, why))
+    return ConversionReport(tuple(rows))
+
+
+def _balance(layer: nn.Module, partner: Partner, signed: bool, options: LayerOptions) -> nn.Module:
+    norm = partner.norm
+    assert isinstance(norm, _BatchNorm)
+    taken_over: LayerOptions = {
+        "momentum": norm.momentum,
+        "track_running_stats": norm.track_running_stats,
+        "signed_input": signed,
+        "affine": norm.affine or partner.place != "follows",
+    }
+    if isinstance(norm, nn.SyncBatchNorm) and options.get("sync_stats", True):
+        taken_over |= {"sync_stats": True, "process_group": norm.process_group}
+    kind = BALANCED[type(layer)]
+    if isinstance(layer, nn.Linear):
+        options = {name: value for name, value in options.items() if name != "mass"}  # type: ignore[assignment]
+    balanced = kind._from_plain(layer, {**taken_over, **options})
+    balanced.weight = layer.get_parameter("weight")  # the same object: parameters that are shared stay shared
+    if partner.place == "follows":
+        # What the layer's own bias added, the norm took away again.
+        balanced.bias = None
+        if norm.affine:
+            if norm.bias is not None:
+                balanced.bias = nn.Parameter(norm.bias.detach().to(balanced.gain).clone(), norm.bias.requires_grad)
+            if norm.weight.is_meta or norm.weight.any():
+                with torch.no_grad():
+                    balanced.gain.mul_(norm.weight.to(balanced.gain))
+            balanced.gain.requires_grad_(norm.weight.requires_grad)
+    return balanced
+
+
+def _without_norm(norm: nn.Module, found: Attribution) -> nn.Module:
+    if not is_norm_act(norm):
+        return nn.Identity().train(norm.training)
+    parts = OrderedDict((name, getattr(norm, name)) for name in ("drop", "act") if hasattr(norm, name))
+    if found.removed[norm].startswith("feeds"):
+        for part in parts.values():
+            if hasattr(part, "inplace"):
+                part.inplace = False  # it would change what the norm was given
+    return nn.Sequential(parts).train(norm.training)

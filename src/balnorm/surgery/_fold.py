@@ -1,0 +1,51 @@
+"""Fold balanced layers into plain ones."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+from torch import nn
+
+from balnorm.layers import BalNormLayer
+from balnorm.surgery._model import ModelT, refuse_wrapped, replace_modules
+
+__all__ = ["fold"]
+
+logger = logging.getLogger(__name__)
+
+
+def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
+    """Replace every balanced layer by the plain torch layer with the same output in eval mode.
+
+    The result needs no balnorm to be used or unpickled, and costs what an unnormalised network costs. Its
+    weights are those for ``running_mass`` (see :func:`update_stats`), so it is for inference: training it would train
+    without normalisation. The names of the folded layers go to the log, at level INFO.
+
+    Args:
+        model: any module with balanced layers; without any, it is returned as it is.
+        inplace: change ``model`` itself rather than a copy.
+
+    Example:
+        >>> from balnorm import BalNormConv2d
+        >>> model = nn.Sequential(BalNormConv2d(3, 8, 3), nn.ReLU()).eval()
+        >>> fold(model)
+        Sequential(
+          (0): Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
+          (1): ReLU()
+        )
+    """
+    refuse_wrapped(model, "fold")
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, BalNormLayer)}
+    for name, layer in layers.items():
+        if layer.running_mass is None:
+            raise ValueError(
+                f"{name or 'the layer'} has track_running_stats=False: its weight depends on each batch, "
+                "and cannot be folded"
+            )
+    logger.info("folding %d layers: %s", len(layers), ", ".join(layers))
+    plain: dict[nn.Module, nn.Module] = {layer: layer.fuse() for layer in layers.values()}
+    if inplace:
+        return replace_modules(model, plain)
+    # The copy gets the plain layers right away: balanced ones need not be copied first.
+    return copy.deepcopy(model, {id(layer): folded for layer, folded in plain.items()})

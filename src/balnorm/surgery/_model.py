@@ -1,0 +1,94 @@
+"""Handling a whole model: run it without a trace, and put new modules into the places of old ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ModelT", "input_of_batch", "refuse_wrapped", "replace_modules", "undisturbed"]
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Whatever a forward pass inside does to the model (mode, buffers, attributes) or to the random state is undone."""
+    modules = list(model.modules())
+    attributes = [
+        {name: dict(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
+        for module in modules
+    ]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = {buffer.device for buffer in [*model.parameters(), *model.buffers()] if buffer.is_cuda}
+    with torch.random.fork_rng(sorted(devices, key=str)):
+        try:
+            yield
+        finally:
+            for module, before in zip(modules, attributes, strict=True):
+                for name, value in before.items():
+                    if isinstance(value, dict) and isinstance(vars(module).get(name), dict):
+                        now = vars(module)[name]  # the same dictionary, for those who hold it
+                        now.clear()
+                        now.update(value)
+                    else:
+                        vars(module)[name] = value
+                for name in vars(module).keys() - before.keys():
+                    del vars(module)[name]
+            with torch.no_grad():
+                for buffer, values in buffers:
+                    buffer.copy_(values)
+
+
+def input_of_batch(batch: Any, model: nn.Module) -> Tensor:
+    """The model's input, from what a loader gives: a tensor, or a tuple or list that starts with one."""
+    x = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if not isinstance(x, Tensor):
+        raise TypeError(f"a batch must be a tensor, or a tuple or list that starts with one, got a {type(x).__name__}")
+    place = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), x.device)
+    return x.to(place)
+
+
+def replace_modules(model: ModelT, new: dict[nn.Module, nn.Module]) -> ModelT:
+    """Put new modules into the places of old ones, under every name that they have, in plain lists and tuples too."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child in new:
+                setattr(parent, name, new[child])
+        for name, value in list(vars(parent).items()):
+            if not name.startswith("_"):
+                vars(parent)[name] = _with_new(value, new)
+    return new.get(model, model)  # type: ignore[return-value]
+
+
+def _with_new(value: Any, new: dict[nn.Module, nn.Module]) -> Any:
+    """``value`` with new modules in the places of old ones; lists and dictionaries remain the same objects."""
+    if isinstance(value, nn.Module):
+        return new.get(value, value)
+    if isinstance(value, list):
+        value[:] = [_with_new(item, new) for item in value]
+    elif isinstance(value, dict):
+        value.update({key: _with_new(item, new) for key, item in value.items()})
+    elif type(value) is tuple:
+        return tuple(_with_new(item, new) for item in value)
+    return value
+
+
+def refuse_wrapped(model: nn.Module, operation: str) -> None:
+    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    for name, module in model.named_modules():
+        where = f"the model's {name}" if name else "the model"
+        if isinstance(module, parallel):
+            raise ValueError(
+                f"{where} is wrapped in {type(module).__name__}, which has taken note of its parameters: "
+                f"{operation} the model inside (its .module), and wrap it afterwards"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{where} is a TorchScript module, which cannot be changed: {operation} it before scripting"
+            )
+        if hasattr(module, "_orig_mod"):
+            raise ValueError(f"{where} is compiled: {operation} the model first, and compile it afterwards")

@@ -1,0 +1,130 @@
+"""The running statistics of a model's balanced layers: re-estimate them, freeze them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from balnorm.layers import BalNormLayer
+from balnorm.surgery._model import ModelT, input_of_batch, undisturbed
+
+__all__ = ["freeze_stats", "unfreeze_stats", "update_stats"]
+
+
+def update_stats(loader: Iterable[Any], model: nn.Module) -> None:
+    """Re-estimate the running mass of every balanced layer, exactly, over the batches of ``loader``.
+
+    For models whose weights were not those of the training steps: averaged ones (EMA, SWA, schedule-free) or edited
+    ones. Afterwards ``running_mass`` is the mass of all samples together, whatever the sizes of the batches, and
+    summed over all processes where :mod:`torch.distributed` is initialised. The model runs as it is evaluated, but its
+    balanced layers use each batch's own mass, as in training. Layers with frozen statistics keep them. If it fails, the
+    statistics are what they were.
+
+    BatchNorm layers in the same model are left alone: call :func:`torch.optim.swa_utils.update_bn` for them first.
+
+    Args:
+        loader: gives batches: tensors, or tuples or lists whose first item is the model's input.
+        model: any module, with or without ``AveragedModel`` around it.
+
+    Example:
+        >>> from balnorm import BalNormConv2d
+        >>> model = nn.Sequential(BalNormConv2d(1, 4, 1), nn.ReLU())
+        >>> update_stats([torch.full((2, 1, 5, 5), 1.0), torch.full((6, 1, 5, 5), 5.0)], model)
+        >>> model[0].running_mass.item()
+        4.0
+    """
+    model = getattr(model, "_orig_mod", model)  # what was compiled: the hooks below would not be seen
+    layers = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, BalNormLayer) and layer.running_mass is not None and not layer.stats_frozen
+    ]
+    sums = {layer: _MassSum(layer) for layer in layers}
+    handles: list[Any] = []
+    with undisturbed(model), torch.no_grad():
+        model.eval()
+        for layer in layers:
+            # The running mass is to be that of the latest batch, all of it, of this process.
+            layer.momentum, layer.stats_fraction, layer.sync_stats = 1.0, 1.0, False
+            layer.train()
+            handles.append(layer.register_forward_pre_hook(sums[layer].before))
+            handles.append(layer.register_forward_hook(sums[layer].after, prepend=True))
+        try:
+            for batch in loader:
+                model(input_of_batch(batch, model))
+        finally:
+            for handle in handles:
+                handle.remove()
+        results = [(layer, *sums[layer].result()) for layer in layers]
+    if layers and all(int(batches) == 0 for _, _, batches in results):
+        raise ValueError(
+            "no batch reached a balanced layer, so the statistics stay what they were: is the loader empty or used up?"
+        )
+    for layer, mass, batches in results:
+        assert layer.running_mass is not None
+        assert layer.num_batches_tracked is not None
+        if batches:
+            layer.running_mass.copy_(mass)
+            layer.num_batches_tracked.copy_(batches)
+
+
+class _MassSum:
+    """The mass of many batches together: that of each, by the number of outputs that it is an average over."""
+
+    def __init__(self, layer: BalNormLayer) -> None:
+        assert layer.running_mass is not None
+        mass, device = layer.running_mass, layer.running_mass.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.layer = layer
+        self.mass = torch.zeros_like(mass, dtype=dtype)
+        self.outputs = torch.zeros((), dtype=dtype, device=device)
+        self.batches = torch.zeros((), dtype=torch.long, device=device)
+
+    def before(self, layer: BalNormLayer, _: Any) -> None:
+        layer.reset_running_stats()
+
+    def after(self, layer: BalNormLayer, _: Any, output: Tensor) -> None:
+        """Take up what the layer has just tracked; it has not counted a batch that is empty or not finite."""
+        assert layer.running_mass is not None
+        assert layer.num_batches_tracked is not None
+        outputs = layer.num_batches_tracked * (output.numel() // layer.gain.numel())
+        self.mass += layer.running_mass * outputs
+        self.outputs += outputs
+        self.batches += layer.num_batches_tracked
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The mass, and the number of batches that it comes from, over all processes."""
+        if dist.is_available() and dist.is_initialized():
+            for tensor in (self.mass, self.outputs, self.batches):
+                dist.all_reduce(tensor, group=self.layer.process_group)
+        return self.mass / self.outputs, self.batches
+
+
+def freeze_stats(model: ModelT) -> ModelT:
+    """Let every balanced layer use its running mass and leave it alone, in training mode too, and return the model.
+
+    Unlike ``eval()`` this survives ``train()``. For fine-tuning on few samples.
+
+    Example:
+        >>> from balnorm import BalNormConv2d
+        >>> model = freeze_stats(nn.Sequential(BalNormConv2d(1, 4, 3))).train()
+        >>> model[0].stats_frozen
+        True
+    """
+    return _set_frozen(model, True)
+
+
+def unfreeze_stats(model: ModelT) -> ModelT:
+    """Undo :func:`freeze_stats`."""
+    return _set_frozen(model, False)
+
+
+def _set_frozen(model: ModelT, frozen: bool) -> ModelT:
+    for module in model.modules():
+        if isinstance(module, BalNormLayer):
+            module.stats_frozen = frozen
+    return model
