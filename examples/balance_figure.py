@@ -1,6 +1,6 @@
 """Draw what positive and negative weights contribute in a ResNet-18, with BatchNorm and with BalNorm.
 
-Run: pip install balnorm timm scikit-learn matplotlib && python balance_figure.py
+Run, in a clone: pip install . timm scikit-learn matplotlib && python examples/balance_figure.py
 """
 
 import timm

@@ -1,6 +1,6 @@
 """Convert a timm network to BalNorm, fine-tune it on images of digits, fold it and export it to ONNX.
 
-Run: pip install balnorm timm scikit-learn onnxscript && python convert_timm.py
+Run, in a clone: pip install . timm scikit-learn onnxscript && python examples/convert_timm.py
 """
 
 import timm

@@ -149,6 +149,14 @@ def test_links_in_the_documents_lead_somewhere(document):
             assert (path.parent / target.split("#")[0]).exists(), target
 
 
+def test_nobody_is_sent_to_a_package_index_for_balnorm():
+    """It is in none: what people are told to type has to work in a clone."""
+    said = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.py"), *PACKAGE.rglob("*.py")]
+    assert len(said) > 50
+    for path in said:
+        assert not re.search(r"pip install [^`#\n]*\bbalnorm(\[|\s|['\"]|$)", path.read_text(), re.MULTILINE), path
+
+
 def test_the_version_is_the_same_everywhere():
     assert f"## [{balnorm.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
     assert f"version: {balnorm.__version__}\n" in (ROOT / "CITATION.cff").read_text()

@@ -614,7 +614,7 @@ def test_without_the_extra_the_command_says_what_to_install():
     program = "import sys; sys.modules['tyro'] = None; from balnorm.__main__ import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == "balnorm: the command line needs tyro: pip install 'balnorm[study]'\n"
+    assert done.stderr == "balnorm: the command line needs tyro: pip install '.[study]' in a clone of the repository\n"
 
 
 def test_help_imports_no_torch():

@@ -12,7 +12,8 @@ def main() -> int:
     try:
         from balnorm.cli import main as run
     except ModuleNotFoundError as error:
-        print(f"balnorm: the command line needs {error.name}: pip install 'balnorm[study]'", file=sys.stderr)
+        advice = "pip install '.[study]' in a clone of the repository"
+        print(f"balnorm: the command line needs {error.name}: {advice}", file=sys.stderr)
         return 1
     return run()
 

@@ -260,7 +260,7 @@ class RayExecutor:
         try:
             import ray
         except ModuleNotFoundError:
-            raise StudyError("ray is not installed: pip install 'balnorm[ray]'") from None
+            raise StudyError("ray is not installed: pip install ray") from None
         self._connected_here = not ray.is_initialized()
         if self._connected_here:
             _check_reachable(address)
