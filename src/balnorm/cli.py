@@ -387,10 +387,12 @@ def _train(arguments: list[str]) -> int:
     recipe.check()
     from balnorm.data import DataError
     from balnorm.training.checkpoint import CheckpointError
+    from balnorm.training.processor import check_precision
     from balnorm.training.run import RunError
     from balnorm.training.trainer import Interrupted, train
 
     try:
+        check_precision(recipe.precision, where.device)
         train(
             recipe,
             where.out or Path("runs") / f"{recipe.name}-{recipe.norm}-{recipe.seed}",
@@ -452,11 +454,13 @@ def _bench(arguments: list[str]) -> int:
     from balnorm.data import SETS
     from balnorm.study.measure import bench
     from balnorm.training.processes import processes
+    from balnorm.training.processor import check_precision
 
     known = SETS.get(recipe.data)
     channels, size, classes = (known.channels, known.size, known.classes) if known else (3, recipe.image_size, 1000)
     with processes(bench_options.device) as team:
         device = team.device
+    check_precision(recipe.precision, device.type)
     print(
         f"{recipe.model} {recipe.name}, batch {recipe.batch_size} of {channels}x{size}x{size}, {recipe.precision}, "
         f"forward and backward; {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, "

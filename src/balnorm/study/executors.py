@@ -25,6 +25,7 @@ from typing import Any, Literal, Protocol
 
 from balnorm.study.grid import FAILURE, Member
 from balnorm.training.files import write_atomically
+from balnorm.training.processor import after_illegal_instruction, check_precision
 from balnorm.training.run import Run
 
 __all__ = ["Executor", "LocalExecutor", "Outcome", "RayExecutor", "StudyError", "Task", "execute"]
@@ -174,7 +175,10 @@ class LocalExecutor:
                     return Outcome(member, *pipe.recv())
         code = process.exitcode
         reason = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with code {code}"
-        reason += ": the same command goes on with it"
+        if -code == signal.SIGILL:
+            reason += f", an illegal instruction: {after_illegal_instruction()}, and the same command goes on with it"
+        else:
+            reason += ": the same command goes on with it"
         keep_failure(member, reason + "\n")
         return Outcome(member, "failed", reason)
 
@@ -335,6 +339,10 @@ def _execute_on_node(task: Task) -> tuple[End, str]:
     shared = task.member.folder.parent
     if not shared.is_dir():
         return "failed", f"{shared} is not on {platform.node()}: --out must be on storage that all machines share"
+    try:
+        check_precision(task.member.recipe.precision, task.device)  # each machine of a cluster has its own processor
+    except ValueError as error:
+        return "failed", str(error)
     sys.argv = list(task.command) or sys.argv  # of which the run keeps a record
     patience = time.monotonic() + 60
     while True:

@@ -48,8 +48,8 @@ def run_study(
     waiting = [member for member in members if state_of(Run(member.folder)) not in ("finished", "diverged")]
     if waiting:
         if isinstance(executor, LocalExecutor):
-            by_data = {(m.recipe.data, m.recipe.image_size): m.recipe for m in waiting}
-            if problem := executor.call(_problem, list(by_data.values()), root, device):
+            kinds = {(m.recipe.data, m.recipe.image_size, m.recipe.precision): m.recipe for m in waiting}
+            if problem := executor.call(_problem, list(kinds.values()), root, device):
                 raise StudyError(problem)
         waiting[0].folder.parent.mkdir(parents=True, exist_ok=True)
     place, command = Path(root).absolute(), tuple(sys.argv)
@@ -160,14 +160,16 @@ def _check(members: Sequence[Member]) -> None:
 
 
 def _problem(recipes: Sequence[Recipe], root: str | Path, device: str | None) -> str | None:
-    """In a process of its own: what is wrong with the device or the data, if anything is."""
+    """In a process of its own: what is wrong with the device, the processor or the data, if anything is."""
     from balnorm.data import DataError
     from balnorm.training.processes import processes
+    from balnorm.training.processor import check_precision
     from balnorm.training.trainer import make_loaders
 
     try:
         with processes(device) as team:
             for recipe in recipes:
+                check_precision(recipe.precision, team.device.type)
                 make_loaders(recipe, team, Path(root))
     except (DataError, ValueError, OSError) as error:
         return str(error)
@@ -179,10 +181,12 @@ def _measured(recipe: Recipe, root: str | Path, threads: int, device: str | None
     import torch
 
     from balnorm.data import DataError
+    from balnorm.training.processor import check_precision
     from balnorm.training.trainer import measure
 
     torch.set_num_threads(threads)
     try:
+        check_precision(recipe.precision, device)
         return measure(recipe, root, device)
     except (DataError, ValueError, OSError) as error:
         return str(error)
