@@ -20,7 +20,7 @@ from balnorm import (
     fold,
 )
 from balnorm.init import unit_variance_gain
-from balnorm.surgery._attribution import Attribution
+from balnorm.surgery._attribution import attribute
 from balnorm.surgery._flow import data_flow, recorded, traced
 from balnorm.surgery._model import undisturbed
 
@@ -139,11 +139,19 @@ def test_tracing_and_recording_agree(name):
     model = MODELS[name]()
     x = torch.randn(2, 3, 8, 8)
     with undisturbed(model):
-        symbolic, watched = (Attribution(model, flow) for flow in (traced(model, (x,)), recorded(model, (x,))))
-    assert symbolic.balanced == watched.balanced
-    assert symbolic.removed.keys() == watched.removed.keys()
-    assert symbolic.kept == watched.kept
-    assert all(symbolic.signed(layer) == watched.signed(layer) for layer in symbolic.balanced)
+        symbolic, watched = (attribute(model, flow) for flow in (traced(model, (x,)), recorded(model, (x,))))
+    assert symbolic == watched
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_deciding_changes_nothing(name):
+    """Asking what a norm feeds once noted its activations, as often as it was asked."""
+    model = MODELS[name]()
+    original, flow = str(model), traced(model)
+    called = list(flow.by_module)
+    assert attribute(model, flow) == attribute(model, flow)
+    assert str(model) == original
+    assert list(flow.by_module) == called
 
 
 def test_every_convolution_of_a_pre_activation_network_is_balanced():
@@ -164,6 +172,17 @@ def test_without_its_norm_an_activation_in_place_leaves_the_shortcut_alone():
     assert torch.equal(x, before)
     expected = block.conv2(F.relu(block.conv1(F.relu(before)))) + before
     assert torch.allclose(out, expected, atol=1e-5)
+
+
+def test_an_activation_that_a_layer_feeds_stays_in_place():
+    """Behind a norm that followed a layer it changes only the layer's own output, which nobody else uses."""
+    block = nn.Sequential(
+        nn.BatchNorm2d(8), nn.ReLU(inplace=True), conv(8, 8), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+    )
+    model = nn.Sequential(conv(3, 8), Steps(lambda self, x: self.conv(self.block(x)) + x, block=block, conv=conv(8, 8)))
+    _, report = convert(model)
+    assert report.removed == ["1.block.0", "1.block.3"]
+    assert [block[1].inplace, block[4].inplace] == [False, True]
 
 
 def test_an_output_layer_without_a_norm_stays():
@@ -423,6 +442,7 @@ def test_skipped_modules_stay_with_their_norm():
     with pytest.raises(ValueError, match="skip='layer9' matches no module"):
         convert(MODELS["sequential"](), skip=["layer9"])
     convert(MODELS["sequential"](), skip="1", strict=True)
+    convert(pre_activation_network(last_norm=False), skip="2.shortcut", strict=True)  # its norm stays, as asked too
 
 
 def test_bad_options_fail_before_anything_changes():

@@ -20,7 +20,17 @@ LIBRARY = ["geometry", "composed", "fused", "functional", "init", "layers"]
 LIBRARY += ["tables", "surgery", "diagnostics", "norms", "models"]
 BENCH = ["data", "training", "recipes", "study", "cli", "__main__"]  # uses the library, and never the other way round
 ROOMS = {  # the order inside a folder, where it is kept
-    "surgery": ["_model", "_flow", "_attribution", "_convert", "_fold", "_statistics", "_param_groups", "__init__"],
+    "surgery": [
+        "_model",
+        "_flow",
+        "_decisions",
+        "_attribution",
+        "_convert",
+        "_fold",
+        "_statistics",
+        "_param_groups",
+        "__init__",
+    ],
 }
 OTHERS = {
     "diagnostics": {"matplotlib"},  # only inside the function that draws

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from balnorm.layers import BALANCED, BalNormConv2d, LayerOptions
-from balnorm.surgery._attribution import Attribution, Partner, is_batch_norm, is_norm_act
+from balnorm.surgery._attribution import attribute, is_batch_norm, is_norm_act
+from balnorm.surgery._decisions import Action, Balanced, Because, Decision, Kept, Place, Reason, Removed, explain
 from balnorm.surgery._flow import data_flow
 from balnorm.surgery._model import ModelT, refuse_wrapped, replace_modules
 from balnorm.tables import text_table
@@ -24,12 +25,13 @@ __all__ = ["ConversionReport", "convert"]
 
 
 class ConversionRow(NamedTuple):
-    """What became of one layer: ``action`` is ``"balanced"``, ``"removed"`` or ``"kept"``."""
+    """What became of one layer or norm."""
 
     layer: str
     kind: str
-    action: str
+    action: Action
     why: str
+    is_norm: bool
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,11 @@ class ConversionReport:
         return [row.layer for row in self.rows if row.action == "kept"]
 
     def __str__(self) -> str:
-        norms = [row for row in self.rows if "Norm" in row.kind and "Conv" not in row.kind and "Linear" not in row.kind]
-        layers = len(self.rows) - len(norms)
+        norms = sum(row.is_norm for row in self.rows)
         return (
-            text_table(["layer", "kind", "action", "why"], self.rows)
-            + f"\n\n{len(self.balanced)} of {layers} layers balanced, "
-            + f"{len(self.removed)} of {len(norms)} BatchNorms removed"
+            text_table(["layer", "kind", "action", "why"], [row[:4] for row in self.rows])
+            + f"\n\n{len(self.balanced)} of {len(self.rows) - norms} layers balanced, "
+            + f"{len(self.removed)} of {norms} BatchNorms removed"
         )
 
 
@@ -112,52 +113,50 @@ def convert(
     """
     refuse_wrapped(model, "convert")
     BalNormConv2d(2, 2, 1, device="meta", **options)  # a bad option fails here, before anything is done
-    found = Attribution(model, data_flow(model, example_input), [skip] if isinstance(skip, str) else skip)
-    report = _report(found)
+    decisions = attribute(model, data_flow(model, example_input), [skip] if isinstance(skip, str) else skip)
+    names = {module: name for name, module in model.named_modules()}
     if strict:
-        left = [norm for norm in found.kept if is_batch_norm(norm) and not found.left_as_asked(norm)]
-        if left:
-            reasons = "; ".join(f"{found.names[norm]}: {found.kept[norm]}" for norm in left)
-            raise ValueError(f"strict=True, and these norms would stay: {reasons}")
+        _refuse_norms_that_stay(decisions, names)
     if not dry_run:
-        new = {
-            layer: _balance(layer, partner, found.signed(layer), options) for layer, partner in found.balanced.items()
-        }
-        replace_modules(model, {**new, **{norm: _without_norm(norm, found) for norm in found.removed}})
-        for activation in found.not_in_place:
-            activation.inplace = False  # type: ignore[assignment]
-    return model, report
+        new = dict[nn.Module, nn.Module]()
+        for module, decision in decisions.items():
+            if isinstance(decision, Balanced):
+                new[module] = _balanced_layer(module, decision, options)
+            elif isinstance(decision, Removed):
+                new[module] = _without_norm(module, decision)
+        replace_modules(model, new)
+    return model, _report(decisions, names)
 
 
-_WHY = {"follows": "{} follows it", "feeds": "{} feeds it", "behind a sum": "{} normalised what it contributed to"}
+def _report(decisions: Mapping[nn.Module, Decision], names: Mapping[nn.Module, str]) -> ConversionReport:
+    no_norm = Kept((Because(Reason.NO_NORM),))  # which goes without saying of a linear layer
+    return ConversionReport(
+        tuple(
+            ConversionRow(names[it], type(it).__name__, decision.action, explain(decision, names), is_batch_norm(it))
+            for it, decision in decisions.items()
+            if not (isinstance(it, nn.Linear) and decision == no_norm)
+        )
+    )
 
 
-def _report(found: Attribution) -> ConversionReport:
-    rows = []
-    for module, name in found.names.items():
-        if module in found.balanced:
-            partner = found.balanced[module]
-            action, why = "balanced", _WHY[partner.place].format(found.names[partner.norm])
-            if found.signed(module):
-                why += ", its input can be negative"
-        elif module in found.removed:
-            action, why = "removed", found.removed[module]
-        elif module in found.kept and not (isinstance(module, nn.Linear) and "no BatchNorm" in found.kept[module]):
-            action, why = "kept", found.kept[module]
-        else:
-            continue
-        rows.append(ConversionRow(name, type(module).__name__, action, why))
-    return ConversionReport(tuple(rows))
+def _refuse_norms_that_stay(decisions: Mapping[nn.Module, Decision], names: Mapping[nn.Module, str]) -> None:
+    left = [
+        f"{names[module]}: {explain(decision, names)}"
+        for module, decision in decisions.items()
+        if is_batch_norm(module) and isinstance(decision, Kept) and not decision.depends_on(Reason.SKIPPED)
+    ]
+    if left:
+        raise ValueError(f"strict=True, and these norms would stay: {'; '.join(left)}")
 
 
-def _balance(layer: nn.Module, partner: Partner, signed: bool, options: LayerOptions) -> nn.Module:
-    norm = partner.norm
+def _balanced_layer(layer: nn.Module, decision: Balanced, options: LayerOptions) -> nn.Module:
+    norm, place = decision.norm, decision.place
     assert isinstance(norm, _BatchNorm)
     taken_over: LayerOptions = {
         "momentum": norm.momentum,
         "track_running_stats": norm.track_running_stats,
-        "signed_input": signed,
-        "affine": norm.affine or partner.place != "follows",
+        "signed_input": decision.signed,
+        "affine": norm.affine or place is not Place.FOLLOWS,
     }
     if isinstance(norm, nn.SyncBatchNorm) and options.get("sync_stats", True):
         taken_over |= {"sync_stats": True, "process_group": norm.process_group}
@@ -166,7 +165,7 @@ def _balance(layer: nn.Module, partner: Partner, signed: bool, options: LayerOpt
         options = {name: value for name, value in options.items() if name != "mass"}  # type: ignore[assignment]
     balanced = kind._from_plain(layer, {**taken_over, **options})
     balanced.weight = layer.get_parameter("weight")  # the same object: parameters that are shared stay shared
-    if partner.place == "follows":
+    if place is Place.FOLLOWS:
         # What the layer's own bias added, the norm took away again.
         balanced.bias = None
         if norm.affine:
@@ -179,12 +178,11 @@ def _balance(layer: nn.Module, partner: Partner, signed: bool, options: LayerOpt
     return balanced
 
 
-def _without_norm(norm: nn.Module, found: Attribution) -> nn.Module:
-    if not is_norm_act(norm):
-        return nn.Identity().train(norm.training)
-    parts = OrderedDict((name, getattr(norm, name)) for name in ("drop", "act") if hasattr(norm, name))
-    if found.removed[norm].startswith("feeds"):
-        for part in parts.values():
-            if hasattr(part, "inplace"):
-                part.inplace = False  # it would change what the norm was given
-    return nn.Sequential(parts).train(norm.training)
+def _without_norm(norm: nn.Module, decision: Removed) -> nn.Module:
+    inside = ("drop", "act") if is_norm_act(norm) else ()
+    parts = OrderedDict((name, getattr(norm, name)) for name in inside if hasattr(norm, name))
+    if decision.place is Place.FEEDS:
+        for activation in (*decision.in_place, *parts.values()):
+            if hasattr(activation, "inplace"):
+                activation.inplace = False  # it would change what the norm was given
+    return (nn.Sequential(parts) if inside else nn.Identity()).train(norm.training)

@@ -54,7 +54,7 @@ class Flow:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.by_module: dict[nn.Module, list[Call]] = defaultdict(list)
+        self.by_module: dict[nn.Module, list[Call]] = {}
         self.used_directly: set[nn.Module] = set()
         """Leaf modules whose parameters or buffers are used outside their own call."""
 
@@ -75,7 +75,7 @@ class Flow:
             source.users.append(call)
         self.calls.append(call)
         if module is not None:
-            self.by_module[module].append(call)
+            self.by_module.setdefault(module, []).append(call)
         return call
 
 
