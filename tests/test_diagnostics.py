@@ -15,8 +15,8 @@ def test_balanced_layers_contribute_their_gain_on_both_sides(name):
     layer = CASES[name].build(mass="position", one_pass=False)
     (row,) = balance_report(layer, CASES[name].input()).layers
     # the pointwise mass of a linear layer leaves nothing out; a transposed one with stride likewise
-    assert torch.allclose(row.positive, layer.gain.double(), rtol=1e-4)
-    assert torch.allclose(row.negative, layer.gain.double(), rtol=1e-4)
+    assert torch.allclose(row.positive, (layer.gain * layer.output_scale).double(), rtol=1e-4)
+    assert torch.allclose(row.negative, (layer.gain * layer.output_scale).double(), rtol=1e-4)
     assert torch.allclose(row.mean, torch.zeros_like(row.mean), atol=1e-4)
 
 
@@ -58,13 +58,15 @@ def test_transposed_layers_with_an_output_size():
     class Up(nn.Module):
         def __init__(self):
             super().__init__()
-            self.up = BalNormConvTranspose2d(3, 4, 3, stride=2, padding=1, mass="position", one_pass=False)
+            self.up = BalNormConvTranspose2d(
+                3, 4, 3, stride=2, padding=1, mass="position", one_pass=False, output_scale=1.0
+            )
 
         def forward(self, x):
             return self.up(input=x, output_size=(12, 12))
 
     (row,) = balance_report(Up(), torch.rand(2, 3, 6, 6)).layers
-    assert torch.allclose(row.positive, row.gain.double(), rtol=1e-4)
+    assert torch.allclose(row.positive, torch.ones(4).double(), rtol=1e-4)
     assert torch.allclose(row.mean, torch.zeros(4).double(), atol=1e-5)
 
 
@@ -88,7 +90,7 @@ def test_frozen_layers_are_measured_with_their_running_mass():
     layer = freeze_stats(BalNormConv2d(1, 4, 3, mass="position", one_pass=False))
     layer.running_mass.fill_(2.0)
     (row,) = balance_report(layer, torch.ones(2, 1, 5, 5)).layers
-    assert torch.allclose(row.positive, layer.gain.double() / 2)
+    assert torch.allclose(row.positive, (layer.gain * layer.output_scale).double() / 2)
 
 
 def test_a_layer_that_is_called_twice_has_two_rows():

@@ -205,16 +205,18 @@ def test_a_hundred_training_steps_are_the_reference(mass, one_pass):
         ]
     )
     copies = [{name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()} for layer in network]
-    fast = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
-    slow = torch.optim.SGD([p for copy in copies for p in copy.values()], lr=0.05, momentum=0.9)
+    fast = torch.optim.SGD(network.parameters(), lr=0.02, momentum=0.9)
+    slow = torch.optim.SGD([p for copy in copies for p in copy.values()], lr=0.02, momentum=0.9)
     masses = [[], [], []]
 
     def slow_forward(x):
         geometry = {"stride": (2, 2), "padding": [(1, 1)] * 2, "dilation": (1, 1)}
-        x, _, m0 = reference.balanced_conv(x, **_args(copies[0]), **geometry, mass=mass, one_pass=one_pass)
+        x, _, m0 = reference.balanced_conv(x, **_args(copies[0], network[0]), **geometry, mass=mass, one_pass=one_pass)
         geometry = {"stride": (1, 1), "padding": [(0, 0)] * 2, "dilation": (1, 1), "groups": 2}
-        x, _, m1 = reference.balanced_conv(x.relu(), **_args(copies[1]), **geometry, mass=mass, one_pass=one_pass)
-        x, _, m2 = reference.balanced_linear(x.relu().mean((2, 3)), **_args(copies[2]), one_pass=one_pass)
+        x, _, m1 = reference.balanced_conv(
+            x.relu(), **_args(copies[1], network[1]), **geometry, mass=mass, one_pass=one_pass
+        )
+        x, _, m2 = reference.balanced_linear(x.relu().mean((2, 3)), **_args(copies[2], network[2]), one_pass=one_pass)
         for history, m in zip(masses, (m0, m1, m2), strict=True):
             history.append(m.detach())
         return x
@@ -239,14 +241,18 @@ def test_a_hundred_training_steps_are_the_reference(mass, one_pass):
         torch.testing.assert_close(layer.running_mass, reference.running_mass(history, 0.1), rtol=1e-6, atol=1e-8)
 
 
-def _args(copy):
-    return {"w": copy["weight"], "bias": copy["bias"], "gain": copy["gain"]}
+def _args(copy, layer):
+    return {"w": copy["weight"], "bias": copy["bias"], "gain": copy["gain"] * layer.output_scale}
 
 
 def test_wrong_calls_say_what_is_allowed():
     x, w = torch.rand(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
     with pytest.raises(ValueError, match="mass must be one of 'channel', 'position', got 'pixel'"):
         BF.bal_conv2d(x, w, mass="pixel")
+    with pytest.raises(
+        TypeError, match=r"bal_conv\(\) got an unexpected keyword argument 'masses'; its options are mass"
+    ):
+        BF.bal_conv2d(x, w, masses="channel")
     with pytest.raises(ValueError, match="padding must be 'same', 'valid', an int or"):
         BF.bal_conv2d(x, w, padding="full")
     with pytest.raises(ValueError, match="padding='same' is for stride 1, got stride 2"):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from balnorm.init import balanced_normal_, unit_variance_gain
+from balnorm.init import balanced_normal_, unit_variance_scale
 
 
 @pytest.mark.parametrize(
@@ -65,5 +65,5 @@ def test_other_dtypes(dtype):
     assert balanced_normal_(torch.empty(64, 1, 2, dtype=dtype)).dtype == dtype
 
 
-def test_unit_variance_gain():
-    assert unit_variance_gain(2 * math.pi * (math.pi - 1)) == pytest.approx(1.0)
+def test_unit_variance_scale():
+    assert unit_variance_scale(2 * math.pi * (math.pi - 1)) == pytest.approx(1.0)

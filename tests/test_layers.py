@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,9 +49,10 @@ def test_it_is_the_torch_layer_with_more(name):
         ({"stats_fraction": 0.0}, "stats_fraction must be above 0 and at most 1, got 0.0"),
         ({"stats_fraction": 1.5}, "stats_fraction must be above 0 and at most 1"),
         ({"momentum": -0.1}, "momentum must be None .* or between 0 and 1, got -0.1"),
-        ({"gain_init": "ones"}, "gain_init must be 'unit_variance' or a finite number, got 'ones'"),
-        ({"gain_init": float("nan")}, "gain_init must be 'unit_variance' or a finite number"),
-        ({"gain_init": None}, "gain_init must be 'unit_variance' or a finite number, got None"),
+        ({"output_scale": "ones"}, "output_scale must be 'unit_variance' or a positive finite number, got 'ones'"),
+        ({"output_scale": float("nan")}, "output_scale must be 'unit_variance' or a positive finite number"),
+        ({"output_scale": None}, "output_scale must be 'unit_variance' or a positive finite number, got None"),
+        ({"output_scale": 0.0}, "output_scale must be 'unit_variance' or a positive finite number, got 0.0"),
         ({"momentum": "0.1"}, "momentum must be None .* or between 0 and 1, got '0.1'"),
         ({"stats_fraction": None}, "stats_fraction must be above 0 and at most 1, got None"),
         ({"one_pass": "two"}, "one_pass must be True or False, got 'two'"),
@@ -64,31 +66,34 @@ def test_wrong_options_raise_at_construction(options, message):
 
 
 def test_unknown_options_raise_at_construction():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'eps'"):
+    with pytest.raises(TypeError, match=r"BalNormConv2d\(\) got an unexpected keyword argument 'eps': .* no.* epsilon"):
         BalNormConv2d(3, 4, 3, eps=1e-5)
+    with pytest.raises(TypeError, match=r"BalNormLinear\(\) got .* 'onepass'; its options are mass, one_pass, "):
+        BalNormLinear(3, 4, onepass=True)
     with pytest.raises(ValueError, match="BalNormLinear has one kind of mass"):
         BalNormLinear(3, 4, mass="position")
 
 
 def test_repr_shows_what_differs_from_the_defaults():
     assert repr(BalNormConv2d(3, 4, 3)) == "BalNormConv2d(3, 4, kernel_size=(3, 3), stride=(1, 1))"
-    layer = BalNormConv2d(3, 4, 1, bias=False, mass="position", one_pass=False, stats_fraction=0.25, gain_init=1.0)
+    layer = BalNormConv2d(3, 4, 1, bias=False, mass="position", one_pass=False, stats_fraction=0.25, output_scale=1.0)
     layer.stats_frozen = True
     assert repr(layer) == (
         "BalNormConv2d(3, 4, kernel_size=(1, 1), stride=(1, 1), bias=False, "
-        "mass='position', one_pass=False, stats_fraction=0.25, gain_init=1.0, stats_frozen=True)"
+        "mass='position', one_pass=False, stats_fraction=0.25, output_scale=1.0, stats_frozen=True)"
     )
 
 
 def test_affine_false_keeps_the_gain_out_of_the_parameters():
-    layer = BalNormConv2d(3, 4, 3, affine=False, gain_init=2.0)
+    layer = BalNormConv2d(3, 4, 3, affine=False, output_scale=2.0)
     assert set(dict(layer.named_parameters())) == {"weight", "bias"}
-    assert layer.gain.tolist() == [2.0] * 4
+    assert layer.gain.tolist() == [1.0] * 4
+    assert layer.output_scale.item() == 2.0
     x = torch.rand(2, 3, 8, 8)
     torch.testing.assert_close(layer(x), 2.0 * BF.bal_conv2d(x, layer.weight))
 
 
-def test_gain_init_unit_variance_gives_outputs_of_unit_variance():
+def test_an_output_scale_of_unit_variance_gives_outputs_of_unit_variance():
     x = torch.randn(64, 128, 12, 12).relu()
     layers = [
         BalNormConv2d(128, 64, 3, padding=1),
@@ -250,7 +255,7 @@ def test_linear_takes_any_leading_dimensions():
 
 
 def test_transposed_output_size():
-    layer = BalNormConvTranspose2d(3, 4, 3, stride=2, mass="position", one_pass=False, gain_init=1.0)
+    layer = BalNormConvTranspose2d(3, 4, 3, stride=2, mass="position", one_pass=False, output_scale=1.0)
     x = torch.rand(2, 3, 5, 5)
     assert layer(x, output_size=(12, 12)).shape[2:] == (12, 12)
     assert layer(x, output_size=[12, 12]).mean().abs() < 1e-5
@@ -289,7 +294,7 @@ def test_an_input_of_another_dtype_is_refused(other):
 
 def test_state_dict_names_are_frozen():
     """Renamed keys would make old checkpoints load as newly initialised, in silence."""
-    names = ["weight", "bias", "gain", "running_mass", "num_batches_tracked"]
+    names = ["weight", "bias", "gain", "output_scale", "running_mass", "num_batches_tracked"]
     for affine in (True, False):
         assert sorted(BalNormConv2d(3, 4, 3, affine=affine).state_dict()) == sorted(names)
     shapes = {key: tuple(value.shape) for key, value in BalNormConv2d(6, 4, 3, groups=2).state_dict().items()}
@@ -297,12 +302,50 @@ def test_state_dict_names_are_frozen():
         "weight": (4, 3, 3, 3),
         "bias": (4,),
         "gain": (4,),
+        "output_scale": (),
         "running_mass": (1, 6, 1, 1),
         "num_batches_tracked": (),
     }
     assert BalNormConv2d(6, 4, 3, mass="position").running_mass.shape == (1, 6, 3, 3)
     assert BalNormConvTranspose2d(6, 4, 3).running_mass.shape == (1, 6, 1, 1)
     assert BalNormLinear(6, 4).running_mass.shape == (1, 6)
+
+
+@pytest.mark.parametrize("with_metadata", [True, False])
+def test_a_state_dict_of_version_0_1_loads(with_metadata):
+    """There the gain contained the output scale. A file without metadata (safetensors) loads too."""
+    saved = torch.load(Path(__file__).parent / "files" / "state-dict-0.1.pt", weights_only=True)
+    convolution, up = BalNormConv2d(2, 4, 3, padding=1), BalNormConvTranspose2d(4, 3, 2, stride=2, mass="position")
+    linear = BalNormLinear(192, 5, affine=False)
+    model = nn.Sequential(convolution, nn.ReLU(), up, nn.ReLU(), nn.Flatten(), linear).eval()
+    state = saved["state_dict"]
+    model.load_state_dict(state if with_metadata else dict(state))
+    torch.testing.assert_close(model(saved["input"]), saved["output"])
+    torch.testing.assert_close(convolution.gain, torch.ones(4), atol=0.2, rtol=0)
+    torch.testing.assert_close(linear.gain, torch.ones(5))
+    again = copy.deepcopy(model)
+    again.load_state_dict(model.state_dict())  # of today, and left as it is
+    torch.testing.assert_close(again.state_dict(), model.state_dict())
+
+
+def test_options_are_attributes():
+    layer = BalNormConv2d(3, 4, 3)
+    layer.momentum = None
+    assert layer.options.momentum is None
+    assert repr(layer).endswith("momentum=None)")
+    with pytest.raises(ValueError, match="momentum must be None"):
+        layer.momentum = 2.0
+    with pytest.raises(AttributeError, match="mass is fixed when the layer is made"):
+        layer.mass = "position"
+    assert inspect.signature(BalNormConv2d).parameters["stats_fraction"].default == 1.0
+
+
+def test_geometry_that_is_changed_later_counts():
+    """People set ``padding_mode`` or ``stride`` on the layers of a finished network."""
+    layer, x = BalNormConv2d(3, 4, 3, padding=1), torch.rand(2, 3, 6, 6)
+    layer.padding_mode, layer.stride = "circular", (2, 2)
+    expected = BF.bal_conv2d(x, layer.weight, None, layer.output_scale.expand(4), 2, 1, padding_mode="circular")
+    torch.testing.assert_close(layer(x), expected)
 
 
 @ALL

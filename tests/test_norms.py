@@ -59,7 +59,7 @@ def test_only_balnorm_is_fed_unit_pixels():
 def test_variants_of_balnorm():
     def options(name):
         layer = NORMS[name].conv(3, 4, 3)
-        return layer.one_pass, layer.mass, layer.stats_fraction, layer.gain_init
+        return layer.one_pass, layer.mass, layer.stats_fraction, layer.options.output_scale
 
     assert options("balnorm") == (True, "channel", 1.0, "unit_variance")
     assert options("balnorm-two-pass") == (False, "channel", 1.0, "unit_variance")

@@ -16,10 +16,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "balnorm"
 
 # From the bottom up: a module, or a folder of them, imports only from those before it.
-LIBRARY = ["geometry", "composed", "fused", "functional", "init", "layers"]
-LIBRARY += ["tables", "surgery", "diagnostics", "norms", "models"]
+LIBRARY = ["core", "functional", "init", "layers", "tables", "surgery", "diagnostics", "norms", "models"]
 BENCH = ["data", "training", "recipes", "study", "cli", "__main__"]  # uses the library, and never the other way round
 ROOMS = {  # the order inside a folder, where it is kept
+    "core": ["torch_private", "options", "geometry", "mass", "balance", "closed_form", "conv", "__init__"],
     "surgery": [
         "_model",
         "_flow",

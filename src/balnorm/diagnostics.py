@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from balnorm.composed import by_output
+from balnorm.core.geometry import by_output
 from balnorm.layers import BalNormLayer, layer_mass
 from balnorm.surgery._model import input_of_batch, undisturbed
 from balnorm.tables import text_table
@@ -151,7 +151,7 @@ def balance_report(
 
     Example:
         >>> from balnorm import BalNormConv2d
-        >>> model = nn.Sequential(BalNormConv2d(3, 8, 3, padding=1, mass="position", one_pass=False, gain_init=1.0))
+        >>> model = nn.Sequential(BalNormConv2d(3, 8, 3, padding=1, mass="position", one_pass=False, output_scale=1.0))
         >>> print(balance_report(model, torch.ones(4, 3, 8, 8)))  # doctest: +ELLIPSIS
         layer  kind           positive  negative  mean   std  mass  gain
         -----  -------------  --------  --------  ----  ----  ----  ----
@@ -195,11 +195,11 @@ def _measure(name: str, module: nn.Module, x: Tensor, output: Tensor) -> LayerBa
     assert isinstance(module, _ConvNd | nn.Linear)
     weight, signed = module.weight, False
     if isinstance(module, BalNormLayer):
-        signed = module.signed_input
+        signed = module.options.signed_input
         from_batch = module.running_mass is None or (module.training and not module.stats_frozen)
         weight = module.effective_weight(x, output.shape) if from_batch else module.effective_weight()
     groups, transposed = getattr(module, "groups", 1), getattr(module, "transposed", False)
-    mass = layer_mass(module, x, output.shape, signed_input=signed).double()
+    mass = layer_mass(module, x, output.shape, mass="position", signed_input=signed).double()
     m = mass.view(groups, 1, mass.shape[1] // groups, *mass.shape[2:])
     w = by_output(weight.double(), groups, transposed)
     others = tuple(range(2, w.dim()))

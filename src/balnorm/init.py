@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from balnorm.composed import by_output
+from balnorm.core.geometry import by_output
 
-__all__ = ["balanced_normal_", "unit_variance_gain"]
+__all__ = ["balanced_normal_", "unit_variance_scale"]
 
 
 def balanced_normal_(
@@ -48,16 +48,16 @@ def balanced_normal_(
     return weight
 
 
-def unit_variance_gain(fan_in: float, phases: int = 1) -> float:
-    r"""The gain that makes the output variance 1 for independent rectified Gaussian inputs.
+def unit_variance_scale(fan_in: float, phases: int = 1) -> float:
+    r"""The output scale that makes the variance of the output 1 for independent rectified Gaussian inputs.
 
     Balanced outputs shrink with fan-in, the number of weights that meet an output element: for such inputs and normal
-    weights of gain 1, Var(y) = 2 pi (pi - 1) / fan_in. The outputs of a transposed convolution fall into as many phases
+    weights, Var(y) = 2 pi (pi - 1) / fan_in. The outputs of a transposed convolution fall into as many phases
     as its stride has steps, each made by weights of its own; they are balanced together and not one by one, which
     leaves Var(y) = 2 pi (pi - 1 / phases) / fan_in.
 
     Example:
-        >>> round(unit_variance_gain(64 * 9), 3)
+        >>> round(unit_variance_scale(64 * 9), 3)
         6.543
     """
     return math.sqrt(fan_in / (2 * math.pi * (math.pi - 1 / phases)))

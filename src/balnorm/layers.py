@@ -1,22 +1,24 @@
-"""The layers: state and one functional call each. The maths is in :mod:`balnorm.functional`."""
+"""The layers: state and one call each. The maths is in :mod:`balnorm.core`, not here."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-import balnorm.functional as BF
-from balnorm.functional import MassKind
-from balnorm.init import balanced_normal_, unit_variance_gain
+from balnorm.core import conv
+from balnorm.core.balance import balance
+from balnorm.core.geometry import Geometry, geometry_of, linear_geometry
+from balnorm.core.options import LayerOptions, Options
+from balnorm.init import balanced_normal_, unit_variance_scale
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self
 
 __all__ = [
     "BALANCED",
@@ -28,27 +30,9 @@ __all__ = [
     "BalNormConvTranspose3d",
     "BalNormLayer",
     "BalNormLinear",
-    "GainInit",
     "LayerOptions",
     "layer_mass",
 ]
-
-GainInit = float | Literal["unit_variance"]
-
-
-class LayerOptions(TypedDict, total=False):
-    """The keyword options of every balanced layer. :class:`BalNormConv2d` explains them and shows the defaults."""
-
-    mass: MassKind
-    one_pass: bool
-    stats_fraction: float
-    signed_input: bool
-    gain_init: GainInit
-    affine: bool
-    momentum: float | None
-    track_running_stats: bool
-    sync_stats: bool
-    process_group: ProcessGroup | None
 
 
 class BalNormLayer(nn.Module):
@@ -59,11 +43,14 @@ class BalNormLayer(nn.Module):
     Attributes:
         weight: the raw weight w, an ordinary leaf parameter. The layer computes with :meth:`effective_weight`.
         bias: (D,), or ``None``.
-        gain: (D,), a parameter; with ``affine=False`` a buffer that keeps its initial value.
+        gain: (D,), a parameter that starts at 1; with ``affine=False`` a buffer that stays there.
+        output_scale: a constant factor beside the gain, a buffer with one element.
         running_mass: moving average of the input's mass, or ``None`` with ``track_running_stats=False``.
         num_batches_tracked: how many batches went into it.
         stats_frozen: set it to ``True`` to use ``running_mass`` and leave it alone in training mode too. Unlike
             ``eval()`` it survives ``train()``.
+        options: the layer's options, a :class:`~balnorm.core.options.LayerOptions`. Each can be read, and most can be
+            set, as an attribute of the layer, as in ``layer.momentum = 0.01``.
     """
 
     plain: ClassVar[type[nn.Module]]
@@ -72,84 +59,59 @@ class BalNormLayer(nn.Module):
     _arguments: ClassVar[tuple[str, ...]]
     """The constructor arguments, and attributes, that the plain layer has too."""
 
+    _version = 2  # of the state dict; version 1 (balnorm 0.1) had no output_scale, and the gain contained it
+
     groups: int
     transposed: bool
     weight: Tensor
     bias: Tensor | None
     gain: Tensor
+    output_scale: Tensor
     running_mass: Tensor | None
     num_batches_tracked: Tensor | None
+    options: LayerOptions
+    _geometry: Geometry
 
-    def _set_up(
-        self,
-        *,
-        mass: MassKind = "channel",
-        one_pass: bool = True,
-        stats_fraction: float = 1.0,
-        signed_input: bool = False,
-        gain_init: GainInit = "unit_variance",
-        affine: bool = True,
-        momentum: float | None = 0.1,
-        track_running_stats: bool = True,
-        sync_stats: bool = False,
-        process_group: ProcessGroup | None = None,
-    ) -> None:
-        """Check the options and make the state that torch's own layer does not have. The defaults stand here only."""
-        switches = {
-            "one_pass": one_pass,
-            "signed_input": signed_input,
-            "affine": affine,
-            "track_running_stats": track_running_stats,
-            "sync_stats": sync_stats,
-        }
-        for name, value in switches.items():
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, got {value!r}")
-        BF.check_statistics(mass, stats_fraction)
-        if momentum is not None and not (_is_number(momentum) and 0.0 <= momentum <= 1.0):
-            raise ValueError(f"momentum must be None (the plain average) or between 0 and 1, got {momentum!r}")
-        if gain_init != "unit_variance" and not (_is_number(gain_init) and math.isfinite(gain_init)):
-            raise ValueError(f"gain_init must be 'unit_variance' or a finite number, got {gain_init!r}")
-        if process_group is not None and not sync_stats:
-            raise ValueError("process_group needs sync_stats=True: without it nothing is sent between processes")
-        self.mass: MassKind = mass
-        self.one_pass = one_pass
-        self.stats_fraction = stats_fraction
-        self.signed_input = signed_input
-        self.gain_init = gain_init
-        self.affine = affine
-        self.momentum = momentum
-        self.track_running_stats = track_running_stats
-        self.sync_stats = sync_stats
-        self.process_group = process_group
+    def _set_up(self, keywords: dict[str, Any]) -> None:
+        """Make what torch's own layer does not have: options, state, and initial values."""
+        self.options = LayerOptions.of(f"{type(self).__name__}()", keywords)
+        self._geometry = layer_geometry(self)
         self.stats_frozen = False
-
-        device, dtype, kernel = self.weight.device, self.weight.dtype, self.weight.shape[2:]
-        outputs, inputs = self.weight.shape[0], self.weight.shape[1] * self.groups
+        like: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
+        outputs, inputs, kernel = self.weight.shape[0], self.weight.shape[1] * self.groups, self.weight.shape[2:]
         if self.transposed:
             outputs, inputs = self.weight.shape[1] * self.groups, self.weight.shape[0]
-        gain = torch.empty(outputs, device=device, dtype=dtype)
-        if affine:
+        gain = torch.empty(outputs, **like)
+        if self.options.affine:
             self.gain = nn.Parameter(gain)
         else:
             self.register_buffer("gain", gain)
-        taps = kernel if mass == "position" else (1,) * len(kernel)
-        running_mass = torch.empty(1, inputs, *taps, device=device, dtype=dtype)
-        counter = torch.empty((), device=device, dtype=torch.long)
-        self.register_buffer("running_mass", running_mass if track_running_stats else None)
-        self.register_buffer("num_batches_tracked", counter if track_running_stats else None)
+        self.register_buffer("output_scale", torch.empty((), **like))
+        running_mass = counter = None
+        if self.options.track_running_stats:
+            taps = kernel if self.options.mass == "position" else (1,) * len(kernel)
+            running_mass = torch.empty(1, inputs, *taps, **like)
+            counter = torch.empty((), device=self.weight.device, dtype=torch.long)
+        self.register_buffer("running_mass", running_mass)
+        self.register_buffer("num_batches_tracked", counter)
         self.reset_parameters()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self._arguments and "options" in vars(self):
+            self._geometry = layer_geometry(self)  # as in conv.padding_mode = "circular", long after construction
+
     def reset_parameters(self) -> None:
-        """Draw a balanced weight, set the gain to ``gain_init`` and the bias to zero, forget the statistics."""
-        if not hasattr(self, "stats_frozen"):
+        """Draw a balanced weight, set the gain to one and the bias to zero, forget the statistics."""
+        if "options" not in vars(self):
             return  # called by the constructor of torch's layer, before there is anything of ours to reset
         balanced_normal_(self.weight, self.groups, self.transposed)
         self._reset_all_but_the_weight()
 
     def _reset_all_but_the_weight(self) -> None:
-        gain = self.gain_init
-        nn.init.constant_(self.gain, self._unit_variance_gain() if isinstance(gain, str) else gain)
+        scale = self.options.output_scale
+        nn.init.constant_(self.output_scale, self._unit_variance_scale() if isinstance(scale, str) else scale)
+        nn.init.ones_(self.gain)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
         self.reset_running_stats()
@@ -161,15 +123,14 @@ class BalNormLayer(nn.Module):
             self.num_batches_tracked.zero_()
 
     def effective_weight(self, input: Tensor | None = None, output_size: Sequence[int] | None = None) -> Tensor:
-        """The weight w'' that the layer uses: balanced for a mass, times the gain.
+        """The weight w'' that the layer uses: balanced for a mass, times the gain and the output scale.
 
         Args:
             input: take the mass of this batch, as in training mode; ``None`` takes ``running_mass``, as in eval mode.
             output_size: of a transposed convolution, where ``forward`` is given one.
         """
         if input is not None:
-            options = {name: getattr(self, name) for name in _MASS_OPTIONS}
-            mass = layer_mass(self, input, output_size, mass=self.mass, **options)
+            mass = conv.input_mass(input, layer_geometry(self, input, output_size), self.options)
         elif self.running_mass is not None:
             mass = self.running_mass.clone()  # backward may need it after the buffer has changed
         else:
@@ -177,7 +138,22 @@ class BalNormLayer(nn.Module):
                 "effective_weight() needs a running mass, and this layer has track_running_stats=False: "
                 "its weight depends on each batch, so give it one, as in effective_weight(input)"
             )
-        return BF.balance(self.weight, mass, self.gain, self.one_pass, self.groups, transposed=self.transposed)
+        gain = self.gain * self.output_scale
+        return balance(self.weight, mass, gain, self.options.one_pass, self.groups, transposed=self.transposed)
+
+    def _forward(self, input: Tensor, geometry: Geometry) -> Tensor:
+        return conv.balanced_conv(
+            input,
+            self.weight,
+            self.bias,
+            self.gain,
+            self.output_scale,
+            geometry,
+            self.options,
+            self.training and not self.stats_frozen,
+            self.running_mass,
+            self.num_batches_tracked,
+        )
 
     def fuse(self) -> nn.Module:
         """A plain torch layer with the output that this one has in eval mode."""
@@ -189,13 +165,13 @@ class BalNormLayer(nn.Module):
         return plain.train(self.training)
 
     @classmethod
-    def _from_plain(cls, plain: nn.Module, options: dict[str, Any]) -> Self:
+    def _from_plain(cls, plain: nn.Module, keywords: dict[str, Any]) -> Self:
         if type(plain) is not cls.plain:
             raise TypeError(f"{cls.__name__} can be made from a {cls.plain.__name__}, got a {type(plain).__name__}")
         weight, bias = cast(Tensor, plain.weight), cast("Tensor | None", plain.bias)
-        options = {"dtype": weight.dtype, **options}
-        device = options.pop("device", weight.device)
-        layer = cls(**cls._shared_arguments(plain), **options, device="meta")  # as in fuse()
+        keywords = {"dtype": weight.dtype, **keywords}
+        device = keywords.pop("device", weight.device)
+        layer = cls(**cls._shared_arguments(plain), **keywords, device="meta")  # as in fuse()
         if bias is not None and layer.bias is None:
             raise ValueError("bias=False would drop the bias of the given layer")
         layer.to_empty(device=device)
@@ -209,29 +185,22 @@ class BalNormLayer(nn.Module):
     def _shared_arguments(cls, layer: nn.Module) -> dict[str, Any]:
         return {name: getattr(layer, name) for name in cls._arguments}
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
+        gain, scale = prefix + "gain", prefix + "output_scale"
+        if metadata.get("version", 1) < 2 and gain in state_dict and scale not in state_dict:
+            state_dict[gain] = state_dict[gain] / self.output_scale.to(state_dict[gain])
+            state_dict[scale] = self.output_scale.clone()
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
     def extra_repr(self) -> str:
-        options = inspect.signature(self._set_up).parameters.values()
-        values = [(option.name, getattr(self, option.name), option.default) for option in options]
+        values = [(field.name, getattr(self.options, field.name), field.default) for field in _FIELDS]
         changed = [f"{name}={value!r}" for name, value, default in values if value != default]
         if self.stats_frozen:
             changed.append("stats_frozen=True")
         return ", ".join([super().extra_repr(), *changed])
 
-    def _unit_variance_gain(self) -> float:
-        return unit_variance_gain(fan_in=self.weight[0].numel())
-
-    def _statistics(self) -> BF.Statistics:
-        return {
-            "one_pass": self.one_pass,
-            "stats_fraction": self.stats_fraction,
-            "signed_input": self.signed_input,
-            "sync_stats": self.sync_stats,
-            "process_group": self.process_group,
-            "training": self.training and not self.stats_frozen,
-            "running_mass": self.running_mass,
-            "num_batches_tracked": self.num_batches_tracked,
-            "momentum": self.momentum,
-        }
+    def _unit_variance_scale(self) -> float:
+        return unit_variance_scale(fan_in=self.weight[0].numel())
 
 
 class _BalNormConv(BalNormLayer):
@@ -266,7 +235,7 @@ class _BalNormConv(BalNormLayer):
         *,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        **options: Unpack[LayerOptions],
+        **options: Any,
     ) -> None:
         super().__init__(
             in_channels,
@@ -281,7 +250,7 @@ class _BalNormConv(BalNormLayer):
             device=device,
             dtype=dtype,
         )
-        self._set_up(**options)
+        self._set_up(options)
 
     @classmethod
     def from_conv(cls, conv: nn.Module, **options: Any) -> Self:
@@ -292,19 +261,7 @@ class _BalNormConv(BalNormLayer):
         return cls._from_plain(conv, options)
 
     def forward(self, input: Tensor) -> Tensor:
-        return BF.bal_conv(
-            input,
-            self.weight,
-            self.bias,
-            self.gain,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.groups,
-            padding_mode=self.padding_mode,
-            mass=self.mass,
-            **self._statistics(),
-        )
+        return self._forward(input, self._geometry)
 
 
 class _BalNormConvTranspose(BalNormLayer):
@@ -331,7 +288,7 @@ class _BalNormConvTranspose(BalNormLayer):
         *,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        **options: Unpack[LayerOptions],
+        **options: Any,
     ) -> None:
         super().__init__(
             in_channels,
@@ -347,7 +304,7 @@ class _BalNormConvTranspose(BalNormLayer):
             device=device,
             dtype=dtype,
         )
-        self._set_up(**options)
+        self._set_up(options)
 
     @classmethod
     def from_conv(cls, conv: nn.Module, **options: Any) -> Self:
@@ -355,27 +312,13 @@ class _BalNormConvTranspose(BalNormLayer):
         return cls._from_plain(conv, options)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        output_padding = self._output_padding(  # type: ignore[operator]  # from torch's layer, the other base
-            input, output_size, self.stride, self.padding, self.kernel_size, len(self.kernel_size), self.dilation
-        )
-        return BF.bal_conv_transpose(
-            input,
-            self.weight,
-            self.bias,
-            self.gain,
-            self.stride,
-            cast("tuple[int, ...]", self.padding),
-            output_padding,
-            self.groups,
-            self.dilation,
-            mass=self.mass,
-            **self._statistics(),
-        )
+        geometry = self._geometry if output_size is None else layer_geometry(self, input, output_size)
+        return self._forward(input, geometry)
 
-    def _unit_variance_gain(self) -> float:
+    def _unit_variance_scale(self) -> float:
         phases = math.prod(self.stride)
         fan_in = self.weight[:, 0].numel() / self.groups / phases  # each output meets one phase's part of the kernel
-        return unit_variance_gain(fan_in, phases)
+        return unit_variance_scale(fan_in, phases)
 
 
 class BalNormConv1d(_BalNormConv, nn.Conv1d):
@@ -398,7 +341,7 @@ class BalNormConv2d(_BalNormConv, nn.Conv2d):
 
     .. math::
         b_d = -\frac{\sum m\,w_d}{\sum m}, \qquad s_d = \frac{1}{\sum m\,(w_d + b_d)\,I}, \qquad
-        y = x * \mathrm{gain}_d\,s_d\,(w_d + b_d) + \mathrm{bias}_d
+        y = x * \mathrm{gain}_d\,\mathrm{output\_scale}\,s_d\,(w_d + b_d) + \mathrm{bias}_d
 
     Here m is the mass of the input: how much of it a weight meets per output element. All of it is differentiated
     through. No activation is normalised, so none is kept for that.
@@ -419,9 +362,9 @@ class BalNormConv2d(_BalNormConv, nn.Conv2d):
             (``False``: exactly balanced).
         stats_fraction: take m from this leading part of the batch; less than 1 adds the noise that regularises.
         signed_input: take m from ``|x|``.
-        gain_init: initial gain: ``"unit_variance"`` for outputs of variance 1 behind rectified Gaussian inputs, or a
-            number; 1.0 is the literal reading of the paper.
-        affine: whether the gain is learned. If not, it stays at its initial value. (The bias has its own argument.)
+        output_scale: a constant factor beside the gain: ``"unit_variance"`` for outputs of variance 1 behind rectified
+            Gaussian inputs, or a number; 1.0 is the literal reading of the paper.
+        affine: whether the gain is learned. If not, it stays at 1. (The bias has its own argument.)
         momentum: weight of the newest batch in ``running_mass``; ``None`` is the plain average of all batches.
         track_running_stats: whether there is a ``running_mass``. If not, eval mode uses the batch too.
         sync_stats: sum the statistics over all processes, where :mod:`torch.distributed` is initialised.
@@ -531,12 +474,12 @@ class BalNormLinear(BalNormLayer, nn.Linear):  # type: ignore[misc]  # torch doe
         *,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        **options: Unpack[LayerOptions],
+        **options: Any,
     ) -> None:
         if options.get("mass", "channel") != "channel":
             raise ValueError(f"BalNormLinear has one kind of mass, 'channel', got {options['mass']!r}")
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._set_up(**options)
+        self._set_up(options)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
@@ -544,7 +487,7 @@ class BalNormLinear(BalNormLayer, nn.Linear):  # type: ignore[misc]  # torch doe
         return cls._from_plain(linear, options)
 
     def forward(self, input: Tensor) -> Tensor:
-        return BF.bal_linear(input, self.weight, self.bias, self.gain, **self._statistics())
+        return self._forward(input, self._geometry)
 
 
 BALANCED: dict[type[nn.Module], type[BalNormLayer]] = {
@@ -561,40 +504,62 @@ BALANCED: dict[type[nn.Module], type[BalNormLayer]] = {
 }
 """The balanced layer for each of torch's layers."""
 
-_MASS_OPTIONS = ("stats_fraction", "signed_input", "sync_stats", "process_group")
 
-
-def layer_mass(
-    layer: nn.Module,
-    input: Tensor,
-    output_size: Sequence[int] | None = None,
-    mass: MassKind = "position",
-    **options: Any,
-) -> Tensor:
-    """The mass of ``input`` for a convolution or linear layer, balanced or plain; options of ``BF.input_mass``."""
+def layer_geometry(layer: nn.Module, input: Tensor | None = None, output_size: Sequence[int] | None = None) -> Geometry:
+    """The geometry of a convolution or linear layer, balanced or plain; of a transposed one for this output size."""
     if isinstance(layer, nn.Linear):
-        return BF.input_mass(input, (), **options)
-    names = ("kernel_size", "stride", "padding", "dilation", "padding_mode", "transposed", "output_padding")
-    geometry: dict[str, Any] = {name: getattr(layer, name) for name in names}
-    kernel = geometry["kernel_size"]
-    if input.dim() == len(kernel) + 1:
-        input = input.unsqueeze(0)
-    if geometry["transposed"] and output_size is not None:
-        geometry["output_padding"] = layer._output_padding(  # type: ignore[operator]
-            input,
-            list(output_size[-len(kernel) :]),
-            *(geometry[name] for name in ("stride", "padding")),
-            kernel,
-            len(kernel),
-            geometry["dilation"],
-        )
-    return BF.input_mass(input, mass=mass, **geometry, **options)
+        return linear_geometry()
+    names = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "transposed", "output_padding")
+    geometry = geometry_of(*(getattr(layer, name) for name in names))
+    if output_size is None or not geometry.transposed:
+        return geometry
+    axes = len(geometry.kernel)
+    output_padding = layer._output_padding(  # type: ignore[operator]
+        input, list(output_size[-axes:]), layer.stride, layer.padding, geometry.kernel, axes, layer.dilation
+    )
+    return geometry._replace(output_padding=tuple(output_padding))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def layer_mass(layer: nn.Module, input: Tensor, output_size: Sequence[int] | None = None, **options: Any) -> Tensor:
+    """The mass of ``input`` for a convolution or linear layer, balanced or plain, whatever the options of the layer."""
+    return conv.input_mass(input, layer_geometry(layer, input, output_size), Options(**options))
 
 
 def _parameter(values: Tensor, requires_grad: bool) -> nn.Parameter:
     """A parameter of its own storage, in the memory format of ``values``."""
     return nn.Parameter(values.detach().clone(), requires_grad=requires_grad)
+
+
+_FIELDS = dataclasses.fields(LayerOptions)
+_FIXED = ("mass", "affine", "track_running_stats")
+
+
+def _option(name: str) -> property:
+    """An option as an attribute of the layer."""
+
+    def read(layer: BalNormLayer) -> Any:
+        return getattr(layer.options, name)
+
+    def write(layer: BalNormLayer, value: Any) -> None:
+        if name in _FIXED:
+            raise AttributeError(f"{name} is fixed when the layer is made: the shape of its state depends on it")
+        layer.options = dataclasses.replace(layer.options, **{name: value})
+
+    return property(read, write)
+
+
+def _signature(layer: type[BalNormLayer]) -> inspect.Signature:
+    """The constructor's signature with every option spelt out, for ``help()`` and editors."""
+    parameters = list(inspect.signature(layer.__init__).parameters.values())[1:-1]  # but for self and **options
+    options = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in _FIELDS
+    ]
+    return inspect.Signature([*parameters[:-2], *options, *parameters[-2:]])
+
+
+for _field in _FIELDS:
+    if _field.name != "output_scale":  # a buffer: what a layer multiplies with may have been measured
+        setattr(BalNormLayer, _field.name, _option(_field.name))
+for _layer in BALANCED.values():
+    _layer.__signature__ = _signature(_layer)  # type: ignore[attr-defined]

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
-from balnorm.composed import leading
-from balnorm.functional import recomputing
+from balnorm.core.mass import leading_samples
+from balnorm.core.torch_private import recomputing
 from balnorm.layers import BalNormConv2d
 
 __all__ = [
@@ -202,7 +202,7 @@ class QuarterBatchNorm2d(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or not input.numel():
             return super().forward(input)
-        some = leading(input, 0.25).to(torch.promote_types(input.dtype, torch.float32))
+        some = input[: leading_samples(input.shape[0], 0.25)].to(torch.promote_types(input.dtype, torch.float32))
         variance, mean = torch.var_mean(some, (0, 2, 3), correction=0)
         if not recomputing():
             with torch.no_grad():
@@ -326,11 +326,11 @@ NORMS: dict[str, Normalization] = {
     "balnorm-two-pass": _balnorm(one_pass=False),
     "balnorm-position": _balnorm(mass="position"),
     "balnorm-quarter": _balnorm(stats_fraction=0.25),
-    "balnorm-gain1": _balnorm(gain_init=1.0),
+    "balnorm-gain1": _balnorm(output_scale=1.0),
     "balnorm-position-two-pass": _balnorm(mass="position", one_pass=False),
-    "balnorm-gain1-two-pass": _balnorm(gain_init=1.0, one_pass=False),
-    "balnorm-gain1-position": _balnorm(gain_init=1.0, mass="position"),
-    "balnorm-gain1-position-two-pass": _balnorm(gain_init=1.0, mass="position", one_pass=False),
+    "balnorm-gain1-two-pass": _balnorm(output_scale=1.0, one_pass=False),
+    "balnorm-gain1-position": _balnorm(output_scale=1.0, mass="position"),
+    "balnorm-gain1-position-two-pass": _balnorm(output_scale=1.0, mass="position", one_pass=False),
     "batchnorm": Normalization(
         _conv_without_bias, nn.BatchNorm2d, "Ioffe and Szegedy 2015, Batch Normalization: Accelerating Deep Network ..."
     ),

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from balnorm.layers import BALANCED, BalNormConv2d, LayerOptions
+from balnorm.layers import BALANCED, BalNormConv2d
 from balnorm.surgery._attribution import attribute, is_batch_norm, is_norm_act
 from balnorm.surgery._decisions import Action, Balanced, Because, Decision, Kept, Place, Reason, Removed, explain
 from balnorm.surgery._flow import data_flow
 from balnorm.surgery._model import ModelT, refuse_wrapped, replace_modules
 from balnorm.tables import text_table
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = ["ConversionReport", "convert"]
 
@@ -71,7 +68,7 @@ def convert(
     skip: str | Iterable[str] = (),
     strict: bool = False,
     dry_run: bool = False,
-    **options: Unpack[LayerOptions],
+    **options: Any,
 ) -> tuple[ModelT, ConversionReport]:
     """Replace every convolution and its BatchNorm by a balanced convolution, in place.
 
@@ -81,10 +78,9 @@ def convert(
     with a BatchNorm are converted too, given an ``example_input``. What cannot be attributed stays, and the report says
     why.
 
-    A balanced layer keeps the weight, as the same parameter object, and takes over the scale (as a factor on its own
-    initial gain), shift, momentum and synchronisation of the norm that followed. A norm whose scales are all zero, as
-    some libraries start the last one of each residual block, leaves the initial gain: from zero, gains grow too slowly.
-    A balanced layer does not compute what the pair computed, so the converted model has to be trained, or trained on.
+    A balanced layer keeps the weight, as the same parameter object, and takes over the scale (as its gain), shift,
+    momentum and synchronisation of the norm that followed. A balanced layer does not compute what the pair computed, so
+    the converted model has to be trained, or trained on.
     Layers whose input can be negative, as far as the data flow tells, get ``signed_input=True``. Convert first; make
     the optimiser, wrap in DDP and compile then.
 
@@ -149,10 +145,10 @@ def _refuse_norms_that_stay(decisions: Mapping[nn.Module, Decision], names: Mapp
         raise ValueError(f"strict=True, and these norms would stay: {'; '.join(left)}")
 
 
-def _balanced_layer(layer: nn.Module, decision: Balanced, options: LayerOptions) -> nn.Module:
+def _balanced_layer(layer: nn.Module, decision: Balanced, options: dict[str, Any]) -> nn.Module:
     norm, place = decision.norm, decision.place
     assert isinstance(norm, _BatchNorm)
-    taken_over: LayerOptions = {
+    taken_over: dict[str, Any] = {
         "momentum": norm.momentum,
         "track_running_stats": norm.track_running_stats,
         "signed_input": decision.signed,
@@ -162,7 +158,7 @@ def _balanced_layer(layer: nn.Module, decision: Balanced, options: LayerOptions)
         taken_over |= {"sync_stats": True, "process_group": norm.process_group}
     kind = BALANCED[type(layer)]
     if isinstance(layer, nn.Linear):
-        options = {name: value for name, value in options.items() if name != "mass"}  # type: ignore[assignment]
+        options = {name: value for name, value in options.items() if name != "mass"}
     balanced = kind._from_plain(layer, {**taken_over, **options})
     balanced.weight = layer.get_parameter("weight")  # the same object: parameters that are shared stay shared
     if place is Place.FOLLOWS:
@@ -171,9 +167,8 @@ def _balanced_layer(layer: nn.Module, decision: Balanced, options: LayerOptions)
         if norm.affine:
             if norm.bias is not None:
                 balanced.bias = nn.Parameter(norm.bias.detach().to(balanced.gain).clone(), norm.bias.requires_grad)
-            if norm.weight.is_meta or norm.weight.any():
-                with torch.no_grad():
-                    balanced.gain.mul_(norm.weight.to(balanced.gain))
+            with torch.no_grad():
+                balanced.gain.copy_(norm.weight)
             balanced.gain.requires_grad_(norm.weight.requires_grad)
     return balanced
 

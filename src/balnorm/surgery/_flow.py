@@ -22,6 +22,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from balnorm.core.torch_private import storage_key
 from balnorm.layers import BalNormLayer
 from balnorm.surgery._model import undisturbed
 
@@ -303,7 +304,7 @@ def _tensors(value: Any, depth: int = 4) -> list[Tensor]:
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return (storage_key(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
 def _has_negative(value: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Geometry", "geometry_of", "per_axis"]
+__all__ = ["Geometry", "by_output", "from_by_output", "geometry_of", "linear_geometry", "per_axis"]
 
 
 class Geometry(NamedTuple):
@@ -24,27 +24,20 @@ class Geometry(NamedTuple):
     padding_mode: str
     transposed: bool
     output_padding: tuple[int, ...]
-
-    @property
-    def pads_beforehand(self) -> bool:
-        """Whether the padding is a step of its own, because the convolution cannot do it."""
-        return self.padding_mode != "zeros" or any(before != after for before, after in self.padding)
-
-    @property
-    def is_pointwise(self) -> bool:
-        """Whether every weight multiplies every input of its channel: a 1x1 kernel, no stride and no padding."""
-        return all(k == s == 1 for k, s in zip(self.kernel, self.stride, strict=True)) and all(
-            p == (0, 0) for p in self.padding
-        )
+    pads_beforehand: bool
+    """Whether the padding is a step of its own, because torch's convolution cannot do it."""
+    is_pointwise: bool
+    """Whether every weight multiplies every input of its channel: a 1x1 kernel, no stride and no padding."""
 
     def pad(self, x: Tensor) -> Tensor:
-        """Pad the spatial axes of ``x`` (N, C, *in), the last axis first as torch wants it."""
+        """Pad the spatial axes of ``x`` (N, C, *in)."""
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
         return F.pad(x, [amount for axis in reversed(self.padding) for amount in axis], mode=mode)
 
     def padded(self) -> Geometry:
-        """The geometry that is left when the input has been padded already."""
-        return self._replace(padding=((0, 0),) * len(self.kernel), padding_mode="zeros")
+        """The geometry that is left once the input has been padded."""
+        none = ((0, 0),) * len(self.kernel)
+        return self._replace(padding=none, padding_mode="zeros", pads_beforehand=False)
 
     def output_size(self, size: Sequence[int]) -> tuple[int, ...]:
         if self.transposed:
@@ -59,10 +52,16 @@ class Geometry(NamedTuple):
             for n, k, s, p, d in zip(size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         )
 
-    def channel_count(self, size: Sequence[int]) -> int:
-        """The paper's r for one sample of an input of this size: what makes a channel's sum its mass."""
-        outputs = math.prod(self.output_size(size))
-        return outputs if self.transposed else outputs * math.prod(self.stride)
+    def outputs_per_sample(self, size: Sequence[int]) -> int:
+        """Output elements of a channel: what turns the inputs that a tap meets into its ``position`` mass."""
+        return math.prod(self.output_size(size))
+
+    def meetings_per_sample(self, size: Sequence[int]) -> int:
+        """The paper's r: what turns the sum of an input channel into its ``channel`` mass.
+
+        A tap meets one input in as many as the stride has steps; a tap of a transposed convolution meets every input.
+        """
+        return self.outputs_per_sample(size) * (1 if self.transposed else math.prod(self.stride))
 
     def gather(self, field: Tensor) -> Tensor:
         """For each tap of the kernel, the sum of the inputs that it multiplies: (1, C, *in) to (1, C, *kernel)."""
@@ -72,24 +71,18 @@ class Geometry(NamedTuple):
             field = field.movedim(2, -1) @ meetings.mT  # the first spatial axis goes, an axis of the kernel comes last
         return field
 
-    def spread(self, kernel: Tensor, size: Sequence[int]) -> Tensor:
+    def scatter(self, taps: Tensor, size: Sequence[int]) -> Tensor:
         """The adjoint of :meth:`gather`, (1, C, *kernel) to (1, C, *in), of a geometry that does not pad beforehand."""
-        for meetings in reversed(self._meetings(size, kernel)):
-            kernel = (kernel @ meetings).movedim(-1, 2)
-        return kernel
+        for meetings in reversed(self._meetings(size, taps)):
+            taps = (taps @ meetings).movedim(-1, 2)
+        return taps
 
     def _meetings(self, size: Sequence[int], like: Tensor) -> list[Tensor]:
         """For each spatial axis, a matrix that is 1 where a tap (row) multiplies an input (column)."""
         sides = zip(size, self.output_size(size), self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        axes = [(n, out, k, s, p[0], d) for n, out, k, s, p, d in sides]
-        if all(axis == axes[0] for axis in axes):  # a square image under a square kernel
-            return [self._meeting(axes[0], like)] * len(axes)
-        return [self._meeting(axis, like) for axis in axes]
+        return [self._meeting(n, out, k, s, p[0], d, like) for n, out, k, s, p, d in sides]
 
-    def _meeting(self, axis: tuple[int, int, int, int, int, int], like: Tensor) -> Tensor:
-        n, out, k, s, p, d = axis
-        if s == d == 1 and not self.transposed:  # the usual case, in fewer steps: 0 <= input - tap + p < out
-            return torch.ones(k, n, dtype=like.dtype, device=like.device).triu_(-p).tril_(out - 1 - p)
+    def _meeting(self, n: int, out: int, k: int, s: int, p: int, d: int, like: Tensor) -> Tensor:
         inputs = torch.arange(n, device=like.device)
         taps = torch.arange(0, k * d, d, device=like.device).unsqueeze(1)
         if self.transposed:
@@ -111,6 +104,31 @@ class Geometry(NamedTuple):
             )
         return _CONV[axes](x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
+    def convolve_backward(
+        self, dy: Tensor, x: Tensor, weight: Tensor, needs: list[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of input, weight and bias, where needed, of a geometry that does not pad beforehand."""
+        if not self.kernel:
+            needs_x, needs_weight, needs_bias = needs
+            return (
+                dy @ weight if needs_x else None,
+                dy.t() @ x if needs_weight else None,
+                dy.sum(0) if needs_bias else None,
+            )
+        return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
+            dy,
+            x,
+            weight,
+            [dy.shape[1]],
+            self.stride,
+            [before for before, _ in self.padding],
+            self.dilation,
+            self.transposed,
+            self.output_padding,
+            self.groups,
+            needs,
+        )
+
 
 _CONV: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
 _CONV_TRANSPOSE: tuple[Callable[..., Tensor], ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -126,6 +144,7 @@ def geometry_of(
     transposed: bool = False,
     output_padding: int | Sequence[int] = 0,
 ) -> Geometry:
+    """The geometry that these arguments of a torch layer describe."""
     axes = len(kernel)
     dilations = per_axis(dilation, axes)
     strides = per_axis(stride, axes)
@@ -149,7 +168,14 @@ def geometry_of(
         padding_mode,
         transposed,
         per_axis(output_padding, axes),
+        pads_beforehand=padding_mode != "zeros" or any(before != after for before, after in sides),
+        is_pointwise=all(n == 1 for n in (*kernel, *strides)) and all(p == (0, 0) for p in sides),
     )
+
+
+def linear_geometry() -> Geometry:
+    """The geometry of a linear layer."""
+    return geometry_of(())
 
 
 def per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
@@ -159,3 +185,14 @@ def per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
     if len(values) != axes:
         raise ValueError(f"expected an int or {axes} of them, got {value!r}")
     return values
+
+
+def by_output(weight: Tensor, groups: int, transposed: bool) -> Tensor:
+    """View ``weight`` as (groups, D / groups, C / groups, *kernel)."""
+    grouped = weight.view(groups, weight.shape[0] // groups, *weight.shape[1:])
+    return grouped.transpose(1, 2) if transposed else grouped
+
+
+def from_by_output(weight: Tensor, transposed: bool) -> Tensor:
+    """The inverse of :func:`by_output`."""
+    return (weight.transpose(1, 2) if transposed else weight).flatten(0, 1)

@@ -1,0 +1,7 @@
+"""How a balanced layer computes: internal, and free to change. :mod:`balnorm.functional` is the public door.
+
+From the bottom up: :mod:`~balnorm.core.torch_private` (every private interface of torch that we touch), ``options``,
+``geometry`` (how a kernel meets its input), ``mass`` (the statistic of the input), ``balance`` (the method as plain
+differentiable operations), ``closed_form`` (the same as one autograd function), ``conv`` (the balanced layer as a
+function of tensors).
+"""

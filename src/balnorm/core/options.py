@@ -1,0 +1,93 @@
+"""The options of a balanced layer: spelt once, checked once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from typing_extensions import Self
+
+__all__ = ["MASSES", "LayerOptions", "MassKind", "Options"]
+
+MassKind = Literal["channel", "position"]
+MASSES: tuple[MassKind, ...] = ("channel", "position")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a weight is balanced. A wrong value raises a ValueError that says what is allowed."""
+
+    mass: MassKind = "channel"
+    """Sum each input channel as a whole (``"channel"``, the paper), or count for each tap of the kernel exactly the
+    inputs that it meets (``"position"``), which stays exact under zero padding, stride and dilation."""
+    one_pass: bool = True
+    """Take the signs of the weight before the shift (``True``, the paper's experiments) or after it (``False``,
+    exactly balanced)."""
+    stats_fraction: float = 1.0
+    """Take the mass from this leading fraction of the batch (at least one sample). Less than 1 adds noise that
+    regularises."""
+    signed_input: bool = False
+    """Take the mass of ``|x|``: for inputs that can be negative."""
+    momentum: float | None = 0.1
+    """Weight of the newest batch in ``running_mass``; ``None`` is the plain average of all batches."""
+    sync_stats: bool = False
+    """In training, sum the statistics over all processes, where :mod:`torch.distributed` is initialised."""
+    process_group: ProcessGroup | None = None
+    """The processes to sum over; ``None`` is all of them."""
+
+    @classmethod
+    def of(cls, owner: str, keywords: dict[str, Any]) -> Self:
+        """These keyword arguments of ``owner``, as options. One that does not exist raises a TypeError."""
+        for name in keywords:
+            if name not in cls.__dataclass_fields__:
+                why = _NOT_OURS.get(name, f"; its options are {', '.join(cls.__dataclass_fields__)}")
+                raise TypeError(f"{owner} got an unexpected keyword argument {name!r}{why}")
+        return cls(**keywords)
+
+    def __post_init__(self) -> None:
+        if self.mass not in MASSES:
+            raise ValueError(f"mass must be one of {', '.join(map(repr, MASSES))}, got {self.mass!r}")
+        if not _is_number(self.stats_fraction) or not 0.0 < self.stats_fraction <= 1.0:
+            raise ValueError(f"stats_fraction must be above 0 and at most 1, got {self.stats_fraction!r}")
+        if self.momentum is not None and not (_is_number(self.momentum) and 0.0 <= self.momentum <= 1.0):
+            raise ValueError(f"momentum must be None (the plain average) or between 0 and 1, got {self.momentum!r}")
+        if self.process_group is not None and not self.sync_stats:
+            raise ValueError("process_group needs sync_stats=True: without it nothing is sent between processes")
+        _check_switches(self, "one_pass", "signed_input", "sync_stats")
+
+
+@dataclass(frozen=True)
+class LayerOptions(Options):
+    """What a layer needs to know besides: about its own state."""
+
+    output_scale: float | Literal["unit_variance"] = "unit_variance"
+    """A constant factor of the output: ``"unit_variance"`` gives outputs of variance 1 behind rectified Gaussian
+    inputs; 1.0 is the literal reading of the paper."""
+    affine: bool = True
+    """Whether the gain is learned. If not, it stays at 1. (The bias has an argument of its own.)"""
+    track_running_stats: bool = True
+    """Whether there is a ``running_mass``. If not, eval mode uses the batch too."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        scale = self.output_scale
+        if scale != "unit_variance" and not (_is_number(scale) and 0.0 < scale < math.inf):
+            raise ValueError(f"output_scale must be 'unit_variance' or a positive finite number, got {scale!r}")
+        _check_switches(self, "affine", "track_running_stats")
+
+
+_NOT_OURS = {"eps": ": balanced normalisation divides by nothing that needs an epsilon"}
+
+
+def _check_switches(options: Options, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,65 @@
+"""Every private interface of torch that balnorm touches, each with the reason why there is no public way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "is_batched_gradient",
+    "recomputing",
+    "storage_key",
+    "sum_over_processes",
+    "torch_transforms_the_program",
+]
+
+
+def torch_transforms_the_program() -> bool:
+    """Whether torch must see single operations: to compile, export or trace them, or for ``torch.func``.
+
+    Only compilation has a public test. Tracing, functorch and forward-mode derivatives have none that returns a bool
+    without touching a tensor.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def recomputing() -> bool:
+    """Whether this forward pass runs inside a backward pass, as activation checkpointing repeats it.
+
+    There is no public way to ask whether a backward pass is running on this thread.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def is_batched_gradient(gradient: Tensor) -> bool:
+    """Whether this is many gradients at once (``is_grads_batched=True``), which forbids work in place.
+
+    Its tensors come from the older of torch's two implementations of vmap, which has no public test.
+    """
+    return torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
+def sum_over_processes(values: Tensor, group: ProcessGroup | None) -> Tensor:
+    """``values`` summed over the processes of ``group`` (``None``: all of them), differentiably.
+
+    The collectives of ``torch.distributed.nn`` are deprecated and cannot be compiled; their successors are private.
+    """
+    from torch.distributed._functional_collectives import all_reduce
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    return cast(Tensor, all_reduce(values, "sum", group if group is not None else _get_default_group()))
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The identity of a tensor's storage. ``data_ptr()`` is 0 for every empty tensor and every tensor on ``meta``."""
+    return cast(int, tensor.untyped_storage()._cdata)
