@@ -107,10 +107,10 @@ def _divisor(geometry: Geometry, kind: MassKind, size: torch.Size) -> int:
 def _sum_over_samples(x: Tensor) -> Tensor:
     """``x`` (N, C, *in) summed to (1, C, *in), in at least float32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    flat = x.dim() == 4 and x.stride(1) == 1 and x.is_contiguous(memory_format=torch.channels_last)
-    if flat and not torch.is_grad_enabled():
-        # In channels_last format the sum over a flat view takes an eighth of the time.
+    if x.dim() == 4 and not torch.is_grad_enabled():
         n, c, h, w = x.shape
-        sums = x.as_strided((n, c * h * w), (c * h * w, 1)).sum(0, dtype=dtype)
-        return sums.as_strided((1, c, h, w), (c * h * w, 1, w * c, c))
+        if c > 1 and x.stride() == (c * h * w, 1, c * w, c):
+            # In channels_last format the sum over a flat view takes an eighth of the time.
+            sums = x.as_strided((n, c * h * w), (c * h * w, 1)).sum(0, dtype=dtype)
+            return sums.as_strided((1, c, h, w), (c * h * w, 1, c * w, c))
     return x.sum(0, keepdim=True, dtype=dtype)
