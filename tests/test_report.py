@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -36,7 +35,6 @@ from balnorm.study.tables import as_csv, as_latex, as_markdown, as_text, study_t
 from balnorm.training.config import NormName
 from folders import make_run
 
-RESULTS = Path(__file__).parent.parent / "docs" / "results"
 numbers = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12)
 
 
@@ -453,17 +451,6 @@ def test_the_command_prints_tables_and_the_page(study, capsys):
     assert printed.out.strip().endswith("report/index.html")
     assert "<title>Mine</title>" in (study / "report" / "index.html").read_text()
     assert not (study / "report" / "accuracy.png").exists()
-
-
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in RESULTS.glob("*/runs")))
-def test_published_results_are_drawn_again_from_what_is_there(tmp_path, name):
-    report = write_report([RESULTS / name], tmp_path, formats=["svg"])
-    assert not report.problems
-    published = RESULTS / name / "report"
-    assert {path.name for path in published.glob("*.svg")} == {path.name for path in tmp_path.glob("*.svg")}
-    for table in report.tables:
-        assert as_csv(table) == (published / f"{table.key}.csv").read_text()
-    assert len(re.findall(r"balnorm compare", (RESULTS / name / "README.md").read_text())) >= 1
 
 
 def test_a_report_needs_no_torch(study):

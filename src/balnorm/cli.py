@@ -25,7 +25,8 @@ _USAGE = """usage: balnorm COMMAND [options]
 
   compare   train several normalisations over several seeds, and report
   train     train one network
-  report    figures, tables and a page from run folders, at any time
+  report    figures, tables and a page from the runs of a study, at any time
+  pack      write a study's finished runs as two files, to publish or to keep
   data      list, get and check data sets
   bench     speed and memory of normalisations on this machine
   inspect   what a trained network's layers do to images
@@ -60,6 +61,9 @@ _EXAMPLES = {
     "report": """
   balnorm report studies/digits
   balnorm report studies/a studies/b --out both --reach 0.9 0.95 --formats svg""",
+    "pack": """
+  balnorm pack studies/x
+  balnorm pack studies/x --out published/x""",
     "data": """
   balnorm data list --root data
   balnorm data get cifar10 --root data
@@ -159,7 +163,7 @@ class Data:
 @dataclass(frozen=True)
 class ReportOptions:
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Of studies or runs; they may still be running."""
+    """Of studies, packed or still running, or of runs."""
     out: Path | None = None
     """Where to write; None is the folder report in that of the study, or here if there are several."""
     title: str | None = None
@@ -172,6 +176,14 @@ class ReportOptions:
     """Of the figures' files."""
     quiet: bool = False
     """Print the path of the page and nothing else."""
+
+
+@dataclass(frozen=True)
+class Pack:
+    study: Annotated[Path, tyro.conf.Positional]
+    """The folder of a study."""
+    out: Path | None = None
+    """Where to write study.json and metrics.csv; None is the study's own folder."""
 
 
 @dataclass(frozen=True)
@@ -314,6 +326,7 @@ def _run(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]]) -> int:
     from balnorm.study.executors import Executor, LocalExecutor, RayExecutor, StudyError
     from balnorm.study.grid import plan
     from balnorm.study.runner import Stopped, cores, dry_run, run_study
+    from balnorm.training.run import RunError
 
     if grid.jobs < 1 or (grid.threads is not None and grid.threads < 1):
         raise ValueError("jobs and threads must be at least 1")
@@ -324,9 +337,9 @@ def _run(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]]) -> int:
     if grid.ray is not None and grid.jobs != 1:
         raise ValueError("jobs is for this machine: a Ray cluster runs as many as it has room for")
     out = grid.out or Path("studies") / recipe.name
-    members = plan(recipe, out, grid.norms, grid.seeds, vary)
     threads = grid.threads or (1 if grid.ray else max(1, cores() // grid.jobs))
     try:
+        members = plan(recipe, out, grid.norms, grid.seeds, vary)
         if grid.dry_run:
             print(dry_run(members, grid.jobs, root=grid.root, threads=threads, device=grid.device))
             return 0
@@ -337,7 +350,7 @@ def _run(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]]) -> int:
             )
     except Stopped as stop:
         return _fail(stop, 130)
-    except (StudyError, OSError) as error:
+    except (StudyError, RunError, OSError) as error:
         return _fail(error, 1)
     code = _write_report(ReportOptions((out,), quiet=grid.quiet))
     failed = sum(outcome.end in ("failed", "stopped") for outcome in outcomes)
@@ -345,7 +358,7 @@ def _run(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    about = "Figures, tables and one page from run folders alone; also while a study runs."
+    about = "Figures, tables and one page from the runs of a study, also while it runs, or from a packed study."
     return _write_report(_parse(ReportOptions, arguments, "report", about))
 
 
@@ -371,6 +384,32 @@ def _write_report(options: ReportOptions) -> int:
     for problem in report.problems:
         print(f"balnorm: {problem}", file=sys.stderr)
     print(report.page if options.quiet else f"report: {report.page}")
+    return 0
+
+
+def _pack(arguments: list[str]) -> int:
+    about = (
+        "Write the finished runs of a study as two files, study.json and metrics.csv, which need no folder of runs. "
+        "`report` reads them, and `compare` knows their runs as finished; another `pack` adds new runs to them."
+    )
+    options = _parse(Pack, arguments, "pack", about)
+    from balnorm.study.packed import METRICS, STUDY, write_packed
+    from balnorm.study.results import read_results
+    from balnorm.training.run import RunError
+
+    results, out = read_results([options.study]), options.out or options.study
+    for problem in results.problems:
+        print(f"balnorm: {problem}", file=sys.stderr)
+    packed = results.packed()
+    if left := len(results.runs) - len(packed.runs):
+        print(f"balnorm: {left} of {len(results.runs)} runs are not finished: left out", file=sys.stderr)
+    if not packed.runs:
+        raise ValueError(f"there is no finished run in {options.study}")
+    try:
+        write_packed(packed, out)
+    except (RunError, OSError) as error:
+        return _fail(error, 1)
+    print(f"{len(packed.runs)} runs: {out / STUDY} and {out / METRICS}")
     return 0
 
 
@@ -563,11 +602,12 @@ def _words(command: str) -> list[str]:
         "train": (Recipe, Where),
         "bench": (StudyRecipe, BenchOptions),
         "report": (ReportOptions,),
+        "pack": (Pack,),
         "data": (Data,),
         "inspect": (Inspect,),
         "fold": (Fold,),
     }
-    hidden = {"folders", "checkpoint", "action", *(["norm"] if command in ("compare", "bench") else [])}
+    hidden = {"folders", "study", "checkpoint", "action", *(["norm"] if command in ("compare", "bench") else [])}
     hidden |= {"name"} if command == "data" else set()
     names = [field.name for each in options.get(command, ()) for field in fields(each) if field.name not in hidden]
     words = [f"--{name.replace('_', '-')}" for name in names]
@@ -580,6 +620,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "compare": _compare,
     "train": _train,
     "report": _report,
+    "pack": _pack,
     "data": _data,
     "bench": _bench,
     "inspect": _inspect,

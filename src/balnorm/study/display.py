@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from balnorm.study.executors import Outcome
-from balnorm.study.grid import Member, State, settings_of, state_of
+from balnorm.study.grid import Member, State, settings_of
 from balnorm.training.run import Run, RunError
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ class Watched:
     records: list[dict[str, Any]] = field(default_factory=list)
 
     def look(self) -> None:
+        if self.member.packed:
+            self.records = list(self.member.packed)
+            return
         run = Run(self.member.folder)
         try:
             size = run.metrics.stat().st_size
@@ -75,7 +78,7 @@ class Display:
         self.show = show
         self.live: Any = None
         for run in self.watched.values():
-            run.state = state_of(Run(run.member.folder))
+            run.state = run.member.state
             run.look()
         self.kept = sum(run.state in ("finished", "diverged") for run in self.watched.values())
 
@@ -100,7 +103,7 @@ class Display:
         """A run has ended."""
         run = self.watched[outcome.member.folder]
         run.look()
-        run.running, run.tried, run.state = False, True, state_of(Run(run.member.folder))
+        run.running, run.tried, run.state = False, True, run.member.state
         number = sum(run.over for run in self.watched.values())
         text = f"[{number}/{len(self.watched)}] {run.setting} seed {run.member.recipe.seed}: "
         if outcome.end == "failed":

@@ -1,4 +1,4 @@
-"""Which runs a study has, and how far each of them is: read from folders alone, without torch."""
+"""Which runs a study has, and how far each of them is: read from its folder alone, without torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from balnorm.study.packed import STUDY, Records, read_packed
 from balnorm.training.config import Recipe
-from balnorm.training.run import Run, RunError
+from balnorm.training.run import Run, RunError, check_same, has_ended
 
-__all__ = ["FAILURE", "Member", "Setting", "State", "plan", "run_name", "settings_of", "state_of"]
+__all__ = ["FAILURE", "Member", "Setting", "State", "plan", "run_name", "settings_of", "state_after", "state_of"]
 
 State = Literal["new", "unfinished", "finished", "diverged", "failed"]
 
@@ -25,6 +26,12 @@ class Member:
 
     folder: Path
     recipe: Recipe
+    packed: Records = ()
+    """Its metrics, where the packed study in the study's folder has it: it is finished, and needs no folder."""
+
+    @property
+    def state(self) -> State:
+        return state_after(self.packed, self.recipe.epochs) if self.packed else state_of(Run(self.folder))
 
 
 def plan(
@@ -37,7 +44,7 @@ def plan(
     """Every norm with every seed and every combination of the varied fields, seed by seed.
 
     The seeds count up from the recipe's own. All of one seed come before the next, so that a study that is stopped
-    early has compared something.
+    early has compared something. Those that a packed study in ``out`` has are marked.
     """
     vary = vary or {}
     if seeds < 1:
@@ -54,7 +61,20 @@ def plan(
             member = replace(recipe, norm=norm, seed=seed, **changed)
             member.check()
             members.append(Member(Path(out) / "runs" / run_name(member, changed), member))
-    return members
+    return _with_packed(members, Path(out))
+
+
+def _with_packed(members: list[Member], out: Path) -> list[Member]:
+    if not (out / STUDY).exists():
+        return members
+    packed = read_packed(out)
+    names = {
+        run_name(recipe, {name: getattr(recipe, name) for name in packed.varied}): recipe for recipe in packed.runs
+    }
+    for member in members:
+        if member.recipe not in packed.runs and (theirs := names.get(member.folder.name)) is not None:
+            check_same(member.recipe, theirs, out)
+    return [replace(member, packed=packed.runs.get(member.recipe, ())) for member in members]
 
 
 def run_name(recipe: Recipe, changed: Mapping[str, Any]) -> str:
@@ -72,11 +92,14 @@ def state_of(run: Run) -> State:
         recipe, records = run.recipe(), run.records()
     except (RunError, OSError):
         return "failed"
-    if records and records[-1].get("diverged"):
-        return "diverged"
-    if records and records[-1]["epoch"] >= recipe.epochs:
-        return "finished"
-    return "unfinished"
+    return state_after(records, recipe.epochs)
+
+
+def state_after(records: Sequence[dict[str, Any]], epochs: int) -> Literal["unfinished", "finished", "diverged"]:
+    """How far a run of so many epochs is that has these records."""
+    if not has_ended(records, epochs):
+        return "unfinished"
+    return "diverged" if records[-1].get("diverged") else "finished"
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -89,8 +87,8 @@ def write_report(
         styles=[{"norm": n, **asdict(style(n))} for n in dict.fromkeys(s.norm for s in results.settings)],
         runs=[_run_row(run, out) for run in results.runs],
         hyperparameters=_hyperparameters(results),
-        environments=_environments(results),
-        commands=_commands(results),
+        environments=results.environments,
+        commands=results.commands,
         problems=results.problems,
     )
     write_atomically(out / "index.html", page.encode())
@@ -194,9 +192,9 @@ def _many(count: int, what: str) -> str:
 def _run_row(run: Result, out: Path) -> dict[str, Any]:
     last = run.records[-1] if run.records else None
     try:
-        link = os.path.relpath(run.folder / "metrics.jsonl", out)
+        link = os.path.relpath(run.source, out)
     except ValueError:  # on another drive, on Windows
-        link = str(run.folder / "metrics.jsonl")
+        link = str(run.source)
     return {
         "setting": str(run.setting),
         "seed": run.recipe.seed,
@@ -205,6 +203,7 @@ def _run_row(run: Result, out: Path) -> dict[str, Any]:
         "accuracy": None if last is None else last["test_accuracy"],
         "loss": None if last is None else last["test_loss"],
         "link": quote(Path(link).as_posix()),
+        "source": run.source.name,
     }
 
 
@@ -216,28 +215,6 @@ def _hyperparameters(results: Results) -> list[tuple[str, str]]:
         shown = ", ".join(values[:12]) + (f" and {len(values) - 12} more" if len(values) > 12 else "")
         rows.append((field.name, shown))
     return rows
-
-
-def _environments(results: Results) -> list[tuple[int, list[tuple[str, str]]]]:
-    """Each machine with its versions, and how many starts it had."""
-    left_out = ("started", "command", "resumed")
-    counts = Counter(
-        tuple((name, str(value)) for name, value in start.items() if name not in left_out and value is not None)
-        for run in results.runs
-        for start in run.starts
-    )
-    return [(count, list(each)) for each, count in counts.most_common()]
-
-
-def _commands(results: Results) -> list[str]:
-    """The commands that started the runs, as they were typed."""
-    commands: dict[str, None] = {}
-    for run in results.runs:
-        for start in run.starts:
-            words = start.get("command")
-            if isinstance(words, list) and words:
-                commands[shlex.join(["balnorm", *map(str, words[1:])])] = None
-    return list(commands)
 
 
 def _render(**values: Any) -> str:

@@ -1,23 +1,23 @@
-"""What run folders hold, read again: also while they are being written, and whatever else is in them."""
+"""What a study has measured: read from run folders, also while they are being written, and from packed studies."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
-import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from balnorm.study.grid import FAILURE, Setting, State, settings_of, state_of
+from balnorm.study.grid import FAILURE, Setting, State, settings_of, state_after
+from balnorm.study.packed import METRICS, STUDY, Packed, Records, command_line, read_packed
 from balnorm.training.config import NormName, Recipe
-from balnorm.training.run import Run, RunError
+from balnorm.training.files import parse_json
+from balnorm.training.run import Run, RunError, check_records
 
 __all__ = ["Result", "Results", "read_results"]
 
-_NUMBERS = ("epoch", "lr", "momentum", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds")
 _OURS = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "report", FAILURE}
 _OURS |= {"checkpoint.pt", "checkpoint.pt.previous", "checkpoint.pt.damaged"}
 
@@ -26,22 +26,29 @@ _OURS |= {"checkpoint.pt", "checkpoint.pt.previous", "checkpoint.pt.damaged"}
 class Result:
     """A run, as far as it got."""
 
-    folder: Path
+    source: Path
+    """The file that holds its metrics."""
     recipe: Recipe
-    setting: Setting
     state: State
-    records: tuple[dict[str, Any], ...]
-    """One for each epoch; that of a run that diverged ends before it did."""
-    starts: tuple[dict[str, Any], ...] = ()
-    """The machine and versions of each start."""
+    lines: Records
+    """All that was written: for a run that diverged also when it did."""
+    setting: Setting
+
+    @functools.cached_property
+    def records(self) -> Records:
+        """The numbers of each epoch; those of a run that diverged end before it did."""
+        return tuple(line for line in self.lines if not line.get("diverged"))
 
 
 @dataclass(frozen=True)
 class Results:
-    """The runs of a study, and one sentence for each thing that is wrong with its folders."""
+    """The runs of a study, where they came from, and a sentence for each thing that is wrong with its files."""
 
     runs: tuple[Result, ...]
     problems: tuple[str, ...]
+    commands: tuple[str, ...] = ()
+    environments: tuple[dict[str, Any], ...] = ()
+    """Each machine with its versions, how often runs were started there, and when."""
 
     @functools.cached_property
     def settings(self) -> list[Setting]:
@@ -54,98 +61,156 @@ class Results:
     def count(self, state: State) -> int:
         return sum(run.state == state for run in self.runs)
 
+    def packed(self) -> Packed:
+        """The runs that have ended, setting by setting and seed by seed, to be written as a packed study."""
+        runs: dict[Recipe, Records] = {}
+        for setting in self.settings:
+            for run in sorted(self.of(setting), key=lambda run: run.recipe.seed):
+                if run.state in ("finished", "diverged"):
+                    runs[run.recipe] = run.lines
+        return Packed(runs, self.commands, self.environments)
+
 
 def read_results(folders: Iterable[str | Path]) -> Results:
-    """Every run below the folders. What cannot be read is left out and told."""
-    problems: list[str] = []
-    found: list[tuple[Run, Recipe]] = []
-    known: dict[Recipe, Path] = {}
-    seen: set[Path] = set()
+    """Every run below the folders. Leaves out what cannot be read, and says so."""
+    reader = _Reader()
     for folder in dict.fromkeys(map(Path, folders)):
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder: give that of a study, or of a run")
-        for run in _runs_below(folder, seen):
-            try:
-                if not run.config.exists():
-                    raise RunError(f"{run.folder} has metrics and no config.json")
-                recipe = run.recipe()
-            except RunError as error:
-                problems.append(f"{_one_line(error)}: left out")
+        reader.read(folder)
+    settings = settings_of([run.recipe for run in reader.runs.values()])
+    runs = [replace(run, setting=each) for run, each in zip(reader.runs.values(), settings, strict=True)]
+    commands = dict.fromkeys([*reader.packed_commands, *(text for _, text in sorted(reader.commands))])
+    return Results(tuple(runs), tuple(reader.problems), tuple(commands), _machines(reader.starts))
+
+
+class _Reader:
+    """Collects the runs below folders: each once, whichever way leads there."""
+
+    def __init__(self) -> None:
+        self.runs: dict[Recipe, Result] = {}
+        self.problems: list[str] = []
+        self.packed_commands: list[str] = []
+        self.commands: list[tuple[str, str]] = []
+        """When each was given, and what."""
+        self.starts: list[dict[str, Any]] = []
+        self.seen: set[Path] = set()
+
+    def read(self, folder: Path) -> None:
+        for path, files in self._walk(folder):
+            if STUDY in files:
+                with self._told():
+                    self._add_packed(path, read_packed(path))
+            if {"config.json", "metrics.jsonl"} & files:
+                with self._told():
+                    self._add_run(Run(path))
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except RunError as error:
+            self.problems.append(f"{_one_line(error)}: left out")
+
+    def _walk(self, folder: Path) -> Iterator[tuple[Path, set[str]]]:
+        """Every folder, once, and also those that are linked to."""
+        for path, folders, files in os.walk(folder, followlinks=True):
+            place = Path(path).resolve()
+            if place in self.seen:
+                folders.clear()
                 continue
-            if (twin := known.setdefault(recipe, run.folder)) != run.folder:
-                problems.append(f"{run.folder} is the same run as {twin}: left out")
-            else:
-                found.append((run, recipe))
-    settings = settings_of([recipe for _, recipe in found])
-    runs = [_result(*each, setting, problems) for each, setting in zip(found, settings, strict=True)]
-    return Results(tuple(runs), tuple(problems))
+            self.seen.add(place)
+            folders.sort()
+            yield Path(path), {*files, *folders}
+
+    def _add_packed(self, folder: Path, packed: Packed) -> None:
+        self.packed_commands += packed.commands
+        self.starts += packed.environments
+        for recipe, lines in packed.runs.items():
+            self._add(Result(folder / METRICS, recipe, state_after(lines, recipe.epochs), lines, Setting(recipe.norm)))
+
+    def _add_run(self, run: Run) -> None:
+        if not run.config.exists():
+            raise RunError(f"{run.folder} has metrics and no config.json")
+        recipe, problems = run.recipe(), self.problems
+        state, lines = _read_metrics(run, recipe, problems)
+        if not self._add(Result(run.metrics, recipe, state, lines, Setting(recipe.norm))):
+            return
+        if state == "failed" and (run.folder / FAILURE).exists():
+            problems.append(f"{run.folder} failed: {_last_line(run.folder / FAILURE)}")
+        elif not run.metrics.is_file():
+            problems.append(f"{run.folder} has no metrics yet: counted as {state}")
+        if run.metrics.is_file() and not (run.metrics.read_bytes() or b"\n").endswith(b"\n"):
+            problems.append(f"{run.metrics} ends in the middle of a line, which is left out: counted as {state}")
+        if foreign := sorted(path.name for path in run.folder.iterdir() if not _is_ours(path)):
+            problems.append(f"{run.folder} holds something that is not of a run ({', '.join(foreign)}): ignored")
+        for start in self._starts(run):
+            words, when = start.get("command"), str(start.get("started", ""))
+            if isinstance(words, list) and words:
+                self.commands.append((when, command_line([str(word) for word in words])))
+            machine = {name: value for name, value in start.items() if name not in ("started", "command", "resumed")}
+            self.starts.append({**machine, "starts": 1, "first_start": when, "last_start": when})
+
+    def _add(self, run: Result) -> bool:
+        """Take a run, unless it is here already. A run folder beside the packed study that it went into is no news."""
+        twin = self.runs.setdefault(run.recipe, run)
+        if twin is not run and (METRICS not in (twin.source.name, run.source.name) or twin.lines != run.lines):
+            self.problems.append(f"{_place_of(run)} is the same run as {_place_of(twin)}: left out")
+        return twin is run
+
+    def _starts(self, run: Run) -> list[dict[str, Any]]:
+        try:
+            starts = parse_json(run.environment.read_text())
+        except (OSError, ValueError):
+            starts = None
+        if starts is None and not run.metrics.exists():  # it never began
+            return []
+        if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+            self.problems.append(f"{run.environment} is missing or damaged: where the run ran is not known")
+            return []
+        return starts
 
 
-def _runs_below(folder: Path, seen: set[Path]) -> Iterator[Run]:
-    """Every folder that holds a recipe or metrics, once, and also those that are linked to."""
-    for path, folders, files in os.walk(folder, followlinks=True):
-        place = Path(path).resolve()
-        if place in seen:
-            folders.clear()
-            continue
-        seen.add(place)
-        folders.sort()
-        if {"config.json", "metrics.jsonl"} & {*files, *folders}:
-            yield Run(path)
-
-
-def _result(run: Run, recipe: Recipe, setting: Setting, problems: list[str]) -> Result:
-    state, records = state_of(run), []
+def _read_metrics(run: Run, recipe: Recipe, problems: list[str]) -> tuple[State, Records]:
     try:
-        records = run.records()
-        _check_numbers(run.metrics, records)
+        lines = run.records()
+        check_records(run.metrics, lines, recipe.epochs)
     except (RunError, OSError) as error:
         problems.append(f"{_one_line(error)}: counted as failed")
-        state, records = "failed", []
-    if state == "failed" and (run.folder / FAILURE).exists():
-        problems.append(f"{run.folder} failed: {_last_line(run.folder / FAILURE)}")
-    elif not run.metrics.is_file():
-        problems.append(f"{run.folder} has no metrics yet: counted as {state}")
-    if run.metrics.is_file() and not (run.metrics.read_bytes() or b"\n").endswith(b"\n"):
-        problems.append(f"{run.metrics} ends in the middle of a line, which is left out: counted as {state}")
-    if foreign := sorted(path.name for path in run.folder.iterdir() if not _is_ours(path)):
-        problems.append(f"{run.folder} holds something that is not of a run ({', '.join(foreign)}): ignored")
-    records = [record for record in records if not record.get("diverged")]
-    return Result(run.folder, recipe, setting, state, tuple(records), _starts(run, problems))
+        return "failed", ()
+    if (run.folder / FAILURE).exists():  # also where all epochs are done: their last state may not be saved
+        return "failed", tuple(lines)
+    return state_after(lines, recipe.epochs), tuple(lines)
 
 
-def _check_numbers(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    for number, record in enumerate(records, 1):
-        if record["epoch"] != number:
-            raise RunError(f"{path}, line {number} is epoch {record['epoch']}")
-        wanted = ("epoch", "seconds") if record.get("diverged") else _NUMBERS
-        for name in wanted:
-            if not _is_finite(record.get(name)):
-                raise RunError(f"{path}, line {number} has no finite number for {name}")
+_WHEN = ("first_start", "last_start")
 
 
-def _starts(run: Run, problems: list[str]) -> tuple[dict[str, Any], ...]:
-    try:
-        starts = json.loads(run.environment.read_text())
-    except (OSError, ValueError):
-        starts = None
-    if starts is None and not run.metrics.exists():  # it never began
-        return ()
-    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-        problems.append(f"{run.environment} is missing or damaged: where the run ran is not known")
-        return ()
-    return tuple(starts)
+def _machines(starts: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Each machine with its versions once, those with most starts first."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for start in starts:
+        groups.setdefault(repr(sorted(_machine(start).items())), []).append(start)
+    found = []
+    for group in groups.values():
+        count = sum(start["starts"] for start in group)
+        when = sorted(str(start[name]) for start in group for name in _WHEN if start.get(name))
+        dates = dict(zip(_WHEN, (when[0], when[-1]), strict=True)) if when else {}
+        found.append({"starts": count, **dates, **_machine(group[0])})
+    return tuple(sorted(found, key=lambda machine: -machine["starts"]))
 
 
-def _is_finite(value: object) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
-        return False
+def _machine(start: dict[str, Any]) -> dict[str, str | float]:
+    left_out = {"starts", *_WHEN}
+    return {name: v for name, v in start.items() if name not in left_out and isinstance(v, str | int | float)}
 
 
 def _is_ours(path: Path) -> bool:
     return path.name in _OURS or path.name.endswith(".tmp")
+
+
+def _place_of(run: Result) -> Path:
+    return run.source if run.source.name == METRICS else run.source.parent
 
 
 def _place(setting: Setting) -> tuple[Any, ...]:

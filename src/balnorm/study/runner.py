@@ -45,7 +45,7 @@ def run_study(
         show: whether to show progress.
     """
     _check(members)
-    waiting = [member for member in members if state_of(Run(member.folder)) not in ("finished", "diverged")]
+    waiting = [member for member in members if member.state not in ("finished", "diverged")]
     if waiting:
         if isinstance(executor, LocalExecutor):
             kinds = {(m.recipe.data, m.recipe.image_size, m.recipe.precision): m.recipe for m in waiting}
@@ -129,7 +129,7 @@ def estimate(
     names = map(str, settings_of([member.recipe for member in members]))
     for name, member in zip(names, members, strict=True):
         run = Run(member.folder)
-        if (state := state_of(run)) in ("finished", "diverged"):
+        if (state := member.state) in ("finished", "diverged"):
             continue
         left = member.recipe.epochs - (len(run.records()) if state == "unfinished" else 0)
         if name not in estimates:
@@ -154,7 +154,8 @@ def _check(members: Sequence[Member]) -> None:
         raise StudyError(f"two runs have the folder {twice[0]}")
     try:
         for member in members:
-            Run(member.folder).check(member.recipe)
+            if not member.packed:
+                Run(member.folder).check(member.recipe)
     except RunError as error:
         raise StudyError(str(error)) from None
 

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-__all__ = ["write_atomically", "written"]
+__all__ = ["parse_json", "write_atomically", "written"]
+
+
+def parse_json(text: str) -> Any:
+    """What a JSON text holds; a ValueError also where it is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def write_atomically(path: Path, contents: bytes) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -16,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from balnorm.training.config import Recipe, differences
-from balnorm.training.files import write_atomically
+from balnorm.training.files import parse_json, write_atomically
 
-__all__ = ["Run", "RunBusyError", "RunError", "environment", "read_metrics"]
+__all__ = ["Run", "RunBusyError", "RunError", "check_records", "check_same", "environment", "has_ended", "read_metrics"]
+
+_NUMBERS = ("epoch", "lr", "momentum", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds")
 
 
 class RunError(Exception):
-    """A run folder cannot be used. The message is one sentence and says what to do."""
+    """A run's folder, or a packed study, cannot be used. The message is one sentence and says what to do."""
 
 
 class RunBusyError(RunError):
@@ -47,12 +50,7 @@ class Run:
     def check(self, recipe: Recipe) -> None:
         """Raise a RunError unless the folder is new, empty, or holds a run of the same recipe."""
         if self.config.exists():
-            theirs = self.recipe()
-            if changed := differences(recipe, theirs):
-                raise RunError(
-                    f"{self.folder} was started with another recipe ({'; '.join(changed)}): "
-                    "give the same one to resume it, or another folder"
-                )
+            check_same(recipe, self.recipe(), self.folder)
         elif self.folder.exists() and any(path.suffix != ".tmp" for path in self.folder.iterdir()):
             raise RunError(f"{self.folder} is not empty and holds no run: choose another folder")
 
@@ -79,7 +77,7 @@ class Run:
 
     def recipe(self) -> Recipe:
         try:
-            return Recipe.from_dict(json.loads(self.config.read_text()))
+            return Recipe.from_dict(parse_json(self.config.read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise RunError(f"{self.config} cannot be read ({error})") from error
 
@@ -88,7 +86,7 @@ class Run:
         starts = []
         if self.environment.exists():
             try:
-                starts = json.loads(self.environment.read_text())
+                starts = parse_json(self.environment.read_text())
             except ValueError:
                 starts = []
         starts = starts if isinstance(starts, list) else []
@@ -124,7 +122,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if not line:
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
             if number == len(lines) - 1:
                 break
@@ -133,6 +131,48 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             raise RunError(f"{path}, line {number + 1} is not a record of an epoch")
         records.append(record)
     return records
+
+
+def check_same(ours: Recipe, theirs: Recipe, place: Path) -> None:
+    """Raise a RunError that names the differences between a recipe and the one that is there already."""
+    if changed := differences(ours, theirs):
+        raise RunError(
+            f"{place} was started with another recipe ({'; '.join(changed)}): give the same one to resume it, or "
+            "another folder"
+        )
+
+
+def has_ended(records: Sequence[dict[str, Any]], epochs: int) -> bool:
+    """Whether a run with these records has done all of its epochs, or has diverged."""
+    return bool(records) and bool(records[-1].get("diverged") or records[-1]["epoch"] >= epochs)
+
+
+def check_records(path: Path, records: Sequence[dict[str, Any]], epochs: int, first_line: int = 1) -> None:
+    """Raise a RunError, with the line, where the records are not what a run of so many epochs can have measured."""
+    for number, record in enumerate(records, 1):
+        where = f"{path}, line {first_line + number - 1}"
+        if record.get("epoch") != number:
+            raise RunError(f"{where} is epoch {record.get('epoch')} in place of {number}")
+        if number > epochs:
+            raise RunError(f"{where} is epoch {number} of a run of {epochs}")
+        if number > 1 and records[number - 2].get("diverged"):
+            raise RunError(f"{where} goes on after the run diverged")
+        for name in ("epoch", "seconds") if record.get("diverged") else _NUMBERS:
+            value: Any = record.get(name)
+            if not _is_finite(value):
+                raise RunError(f"{where} has no finite number for {name}")
+            if value < 0 or (name.endswith("accuracy") and value > 1):
+                raise RunError(f"{where} has {value} for {name}, which cannot be")
+        memory = record.get("peak_memory")
+        if memory is not None and (type(memory) is not int or memory < 0):
+            raise RunError(f"{where} has {memory!r} for peak_memory, which cannot be")
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def _line(record: dict[str, Any]) -> str:
