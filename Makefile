@@ -1,6 +1,6 @@
 # Every target builds .venv by itself when it is missing or older than what it is made from.
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test test-torch check format bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,13 +8,18 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 help: ## show this help
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY) ## compare normalisations on handwritten digits, a few minutes, and write a report to look at
 	$(BIN)/balnorm compare digits --norms balnorm batchnorm groupnorm none --seeds 5 --jobs 2 --out studies/demo
 
 test: $(READY) ## run all tests and the examples in the docstrings
 	$(BIN)/pytest
+
+test-torch: $(if $(TORCH),$(VENV)-torch-$(TORCH)/.ready) ## run the library's tests with another torch, as in TORCH=2.7.1; takes 5 GB of disk
+	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.7.1))
+	$(VENV)-torch-$(TORCH)/bin/pip install --quiet --no-deps --editable .
+	$(VENV)-torch-$(TORCH)/bin/pytest $(LIBRARY_TESTS)
 
 check: $(READY) ## formatting, lint and types, changing nothing
 	$(BIN)/ruff format --check .
@@ -28,8 +33,8 @@ format: $(READY) ## format the code and fix what can be fixed
 bench: $(READY) ## measure speed and memory, results go to benchmarks/results
 	$(BIN)/python -m benchmarks
 
-clean: ## remove the environment and all caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+clean: ## remove the environments and all caches
+	rm -rf $(VENV) $(VENV)-torch-* .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 
 # torch is pinned and installed from constraints.txt: a looser version brings gigabytes of CUDA to machines without it.
 # timm and torchvision serve comparisons only, and without --no-deps would ask for another torch.
@@ -39,3 +44,17 @@ $(READY): pyproject.toml constraints.txt Makefile
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps timm torchvision
 	touch $@
+
+# Other versions of torch come with CUDA from the package index, and pin packages of their own. The study, and networks of
+# timm and torchvision, are left out.
+$(VENV)-torch-%/.ready:
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	grep -vE '^(torch|sympy)==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/pip install --quiet --constraint $(@D)/constraints.txt torch==$* \
+		hypothesis matplotlib numpy onnx onnxruntime onnxscript pytest pytest-xdist scikit-learn
+	touch $@
+
+STUDY_TESTS := cli data download mixup package page ray report study training zoo
+STUDY_SOURCES := cli.py data recipes.py study training
+LIBRARY_TESTS := tests src $(STUDY_TESTS:%=--ignore=tests/test_%.py) $(STUDY_SOURCES:%=--ignore=src/balnorm/%)

@@ -69,10 +69,10 @@ def crop_and_flip(images: Tensor, moves: Moves, padding: int) -> Tensor:
     windows = padded.as_strided(
         (count, places, places, height, width * channels), (image, row, pixel, row, 1), padded.storage_offset()
     )
-    index = torch.arange(count, device=images.device)
-    cropped = windows[index, moves.down.to(images.device), moves.right.to(images.device)]
-    cropped = cropped.view(count, height, width, channels)
-    mirrored = moves.flip.nonzero().squeeze(1).to(images.device)
+    device = images.device
+    down, right = (shift.to(device, non_blocking=True) for shift in (moves.down, moves.right))
+    cropped = windows[torch.arange(count, device=device), down, right].view(count, height, width, channels)
+    mirrored = moves.flip.nonzero().squeeze(1).to(device, non_blocking=True)
     cropped[mirrored] = cropped[mirrored].flip(2)
     return cropped.permute(0, 3, 1, 2)
 
@@ -90,6 +90,6 @@ def to_float(images: Tensor, pixels: Pixels, statistics: ChannelStatistics | Non
     std = torch.where(std > 0, std, 1.0)  # a channel that never changes
     # A row of pixels at a time: long enough for vector instructions, which three channels are not.
     rows = x.permute(0, 2, 3, 1).flatten(2)
-    scale, shift = ((values.repeat(x.shape[3])).to(x) for values in (1 / (255 * std), -mean / std))
+    scale, shift = (values.repeat(x.shape[3]).to(x, non_blocking=True) for values in (1 / (255 * std), -mean / std))
     rows.mul_(scale).add_(shift)
     return x

@@ -126,7 +126,7 @@ class MemoryLoader:
             source = generator(self.shares.seed, epoch, _MOVES)
             moves = draw_moves(len(self.labels), self.padding, self.flip, source)
         for batch in self.shares.batches(epoch, start):
-            index = batch.to(device)
+            index = batch.to(device, non_blocking=True)  # the steps before need not be finished
             images = self.images[index]
             if moves is not None:
                 images = crop_and_flip(images, moves.of(batch), self.padding)

@@ -89,7 +89,8 @@ class Mixup:
         share = _beta(self.alpha, source)
         partner = torch.randperm(batch_size, generator=source)
         point = self.points[int(torch.randint(len(self.points), (), generator=source))]
-        return Blend(share.to(device, torch.float32), partner.to(device), point)
+        share = share.to(device, torch.float32, non_blocking=True)
+        return Blend(share, partner.to(device, non_blocking=True), point)
 
     @contextmanager
     def active(self, blend: Blend) -> Iterator[None]:

@@ -458,16 +458,17 @@ def make_model(recipe: Recipe, team: Processes, channels: int, classes: int) -> 
     return model.to(team.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
-def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
+def autocast(recipe: Recipe, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """The precision of a recipe, as a context."""
-    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(recipe.precision)
-    return torch.autocast(device.type, dtype, enabled=dtype is not None)
+    if recipe.precision == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, {"bfloat16": torch.bfloat16, "float16": torch.float16}[recipe.precision])
 
 
 def sums_of(loss: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
     """What an epoch adds up: loss, right answers, images."""
-    right = (scores.argmax(1) == labels).sum()
-    return torch.stack([loss.double(), right.double(), right.new_tensor(len(labels)).double()])
+    right = (scores.argmax(1) == labels).sum().double()
+    return torch.stack([loss.double(), right, torch.full_like(right, len(labels))])
 
 
 def forget_peak_memory(device: torch.device) -> None:
