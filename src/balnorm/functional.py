@@ -19,6 +19,7 @@ from balnorm.core.balance import balance
 from balnorm.core.geometry import geometry_of, linear_geometry, per_axis
 from balnorm.core.mass import update_running_mass
 from balnorm.core.options import MASSES, MassKind, Options
+from balnorm.core.plan import Plan
 
 __all__ = [
     "MASSES",
@@ -84,12 +85,12 @@ def input_mass(
     checked = Options.of("input_mass()", options)
     axes = input.dim() - 2
     if kernel_size == ():
-        return conv.input_mass(input, linear_geometry(), checked)
+        return conv.input_mass(input, Plan(linear_geometry(), checked))
     if axes < 1:
         raise ValueError(f"input_mass takes an input of shape (N, C, *in), got {tuple(input.shape)}")
     kernel = per_axis(kernel_size, axes)
     geometry = geometry_of(kernel, stride, padding, dilation, 1, padding_mode, transposed, output_padding)
-    return conv.input_mass(input, geometry, checked)
+    return conv.input_mass(input, Plan(geometry, checked))
 
 
 def bal_conv(
@@ -134,9 +135,8 @@ def bal_conv(
     """
     geometry = geometry_of(tuple(weight.shape[2:]), stride, padding, dilation, groups, padding_mode)
     checked = Options.of("bal_conv()", options)
-    return conv.balanced_conv(
-        input, weight, bias, gain, None, geometry, checked, training, running_mass, num_batches_tracked
-    )
+    plan = Plan(geometry, checked)
+    return conv.balanced_conv(input, weight, bias, gain, None, plan, training, running_mass, num_batches_tracked)
 
 
 def bal_conv_transpose(
@@ -171,9 +171,8 @@ def bal_conv_transpose(
     kernel = tuple(weight.shape[2:])
     geometry = geometry_of(kernel, stride, padding, dilation, groups, transposed=True, output_padding=output_padding)
     checked = Options.of("bal_conv_transpose()", options)
-    return conv.balanced_conv(
-        input, weight, bias, gain, None, geometry, checked, training, running_mass, num_batches_tracked
-    )
+    plan = Plan(geometry, checked)
+    return conv.balanced_conv(input, weight, bias, gain, None, plan, training, running_mass, num_batches_tracked)
 
 
 def bal_linear(
@@ -202,9 +201,8 @@ def bal_linear(
         ((5, 7, 4), True)
     """
     checked = Options.of("bal_linear()", options)
-    return conv.balanced_conv(
-        input, weight, bias, gain, None, linear_geometry(), checked, training, running_mass, num_batches_tracked
-    )
+    plan = Plan(linear_geometry(), checked)
+    return conv.balanced_conv(input, weight, bias, gain, None, plan, training, running_mass, num_batches_tracked)
 
 
 def _over_axes(axes: int, function: FunctionT) -> FunctionT:

@@ -15,6 +15,7 @@ from balnorm.core import conv
 from balnorm.core.balance import balance
 from balnorm.core.geometry import Geometry, geometry_of, linear_geometry
 from balnorm.core.options import LayerOptions, Options
+from balnorm.core.plan import Plan
 from balnorm.init import balanced_normal_, unit_variance_scale
 
 if TYPE_CHECKING:
@@ -70,12 +71,12 @@ class BalNormLayer(nn.Module):
     running_mass: Tensor | None
     num_batches_tracked: Tensor | None
     options: LayerOptions
-    _geometry: Geometry
+    _plan: Plan
 
     def _set_up(self, keywords: dict[str, Any]) -> None:
         """Make what torch's own layer does not have: options, state, and initial values."""
         self.options = LayerOptions.of(f"{type(self).__name__}()", keywords)
-        self._geometry = layer_geometry(self)
+        self._plan = Plan(layer_geometry(self), self.options)
         self.stats_frozen = False
         like: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
         outputs, inputs, kernel = self.weight.shape[0], self.weight.shape[1] * self.groups, self.weight.shape[2:]
@@ -98,8 +99,9 @@ class BalNormLayer(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in self._arguments and "options" in vars(self):
-            self._geometry = layer_geometry(self)  # as in conv.padding_mode = "circular", long after construction
+        if "_plan" in vars(self) and (name == "options" or name in self._arguments):
+            # as in layer.momentum = 0.01, or conv.padding_mode = "circular", long after construction
+            self._plan = Plan(layer_geometry(self), self.options)
 
     def reset_parameters(self) -> None:
         """Draw a balanced weight, set the gain to one and the bias to zero, forget the statistics."""
@@ -130,7 +132,7 @@ class BalNormLayer(nn.Module):
             output_size: of a transposed convolution, where ``forward`` is given one.
         """
         if input is not None:
-            mass = conv.input_mass(input, layer_geometry(self, input, output_size), self.options)
+            mass = conv.input_mass(input, Plan(layer_geometry(self, input, output_size), self.options))
         elif self.running_mass is not None:
             mass = self.running_mass.clone()  # backward may need it after the buffer has changed
         else:
@@ -141,15 +143,14 @@ class BalNormLayer(nn.Module):
         gain = self.gain * self.output_scale
         return balance(self.weight, mass, gain, self.options.one_pass, self.groups, transposed=self.transposed)
 
-    def _forward(self, input: Tensor, geometry: Geometry) -> Tensor:
+    def _forward(self, input: Tensor, plan: Plan) -> Tensor:
         return conv.balanced_conv(
             input,
             self.weight,
             self.bias,
             self.gain,
             self.output_scale,
-            geometry,
-            self.options,
+            plan,
             self.training and not self.stats_frozen,
             self.running_mass,
             self.num_batches_tracked,
@@ -261,7 +262,7 @@ class _BalNormConv(BalNormLayer):
         return cls._from_plain(conv, options)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._forward(input, self._geometry)
+        return self._forward(input, self._plan)
 
 
 class _BalNormConvTranspose(BalNormLayer):
@@ -312,8 +313,10 @@ class _BalNormConvTranspose(BalNormLayer):
         return cls._from_plain(conv, options)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        geometry = self._geometry if output_size is None else layer_geometry(self, input, output_size)
-        return self._forward(input, geometry)
+        plan = self._plan
+        if output_size is not None:
+            plan = Plan(layer_geometry(self, input, output_size), self.options)
+        return self._forward(input, plan)
 
     def _unit_variance_scale(self) -> float:
         phases = math.prod(self.stride)
@@ -487,7 +490,7 @@ class BalNormLinear(BalNormLayer, nn.Linear):  # type: ignore[misc]  # torch doe
         return cls._from_plain(linear, options)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._forward(input, self._geometry)
+        return self._forward(input, self._plan)
 
 
 BALANCED: dict[type[nn.Module], type[BalNormLayer]] = {
@@ -522,7 +525,7 @@ def layer_geometry(layer: nn.Module, input: Tensor | None = None, output_size: S
 
 def layer_mass(layer: nn.Module, input: Tensor, output_size: Sequence[int] | None = None, **options: Any) -> Tensor:
     """The mass of ``input`` for a convolution or linear layer, balanced or plain, whatever the options of the layer."""
-    return conv.input_mass(input, layer_geometry(layer, input, output_size), Options(**options))
+    return conv.input_mass(input, Plan(layer_geometry(layer, input, output_size), Options(**options)))
 
 
 def _parameter(values: Tensor, requires_grad: bool) -> nn.Parameter:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from balnorm.core.balance import balance, saturate, without_autocast
-from balnorm.core.closed_form import Plan, Running, closed_form_conv
+from balnorm.core.closed_form import closed_form_conv
 from balnorm.core.geometry import Geometry
 from balnorm.core.mass import Processes, batch_mass, leading_samples, update_running_mass
-from balnorm.core.options import MassKind, Options
+from balnorm.core.options import Options
+from balnorm.core.plan import Call, Plan, Running
 from balnorm.core.torch_private import recomputing, torch_transforms_the_program
 
 __all__ = ["balanced_conv", "input_mass"]
@@ -23,8 +24,7 @@ def balanced_conv(
     bias: Tensor | None,
     gain: Tensor | None,
     output_scale: Tensor | None,
-    geometry: Geometry,
-    options: Options,
+    plan: Plan,
     training: bool,
     running_mass: Tensor | None,
     num_batches_tracked: Tensor | None,
@@ -35,19 +35,18 @@ def balanced_conv(
         input: (N, C, *in) or (C, *in); (*, C) for a linear layer, which is a convolution over no axis.
         weight, bias: of the plain layer.
         gain: (D,) or ``None`` for ones.
-        output_scale: a constant factor of the gain, with one element; ``None`` for 1.
-        geometry: of the plain layer.
-        options: how to balance.
+        output_scale: a constant factor of the gain, with one element; ``None`` for 1, and without a gain.
+        plan: geometry and options.
         training: use the mass of this batch, and take it into ``running_mass``. Without a ``running_mass``, the batch
             is used in any case.
         running_mass, num_batches_tracked: the buffers, changed in place.
     """
-    _check_shape(input, weight, geometry)
+    geometry, options = plan.geometry, plan.options
+    _check_shapes(input, weight, gain, geometry)
     x, samples = _batched(input, geometry, options.stats_fraction)
-    device = x.device.type
-    compute_dtype = weight.dtype
-    castable = x.is_floating_point() and x.dtype != torch.float64
-    if castable and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    device, compute_dtype = x.device.type, weight.dtype
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast and x.is_floating_point() and x.dtype != torch.float64:
         # As in torch's own layers the convolution runs in the lower precision; mass and balance do not.
         compute_dtype = torch.get_autocast_dtype(device)
         x = x.to(compute_dtype)
@@ -56,52 +55,45 @@ def balanced_conv(
 
     # Without gradients and statistics there is nothing to save; the output is then exactly that of the folded layer.
     plain = torch_transforms_the_program() or not (training or torch.is_grad_enabled())
-    kind = mass_kind(geometry, options)
     running = None
     if training and running_mass is not None and not recomputing():
-        running = Running(running_mass, num_batches_tracked, options.momentum)
+        running = Running(running_mass, num_batches_tracked)
     with without_autocast(device):
-        mass: Tensor | None = None
+        mass = None
         if not training and running_mass is not None:
             # A copy: backward may need it after another forward, or DDP's broadcast, has changed the buffer.
             mass = running_mass.clone()
-        elif plain or options.signed_input or options.sync_stats or geometry.pads_beforehand:
-            among = processes(options) if training else None  # one process may evaluate alone
-            mass = batch_mass(x, samples, geometry, kind, signed=options.signed_input, among=among)
+        elif plain or not plan.own_mass:
+            among = _processes(options) if training else None  # one process may evaluate alone
+            mass = batch_mass(x, samples, geometry, plan.kind, signed=options.signed_input, among=among)
         if geometry.pads_beforehand:
-            x, geometry = geometry.pad(x), geometry.padded()
+            x, plan = geometry.pad(x), plan.padded()
         if not plain:
-            plan = Plan(geometry, kind, options.one_pass, samples)
-            y = closed_form_conv(x, weight, bias, gain, output_scale, mass, plan, running)
+            y = closed_form_conv(x, weight, bias, gain, mass, Call(plan, samples, output_scale, running))
         else:
             assert mass is not None
             if running is not None:
-                update_running_mass(running.mass, running.batches, mass, running.momentum)
+                update_running_mass(running.mass, running.batches, mass, options.momentum)
             full_gain = gain if gain is None or output_scale is None else gain * output_scale
-            effective = balance(
-                weight, mass, full_gain, options.one_pass, geometry.groups, transposed=geometry.transposed
-            )
+            groups, transposed = geometry.groups, geometry.transposed
+            effective = balance(weight, mass, full_gain, options.one_pass, groups, transposed=transposed)
             low_bias = None if bias is None else saturate(bias, compute_dtype)
-            y = geometry.convolve(x, saturate(effective, compute_dtype), low_bias)
+            y = plan.geometry.convolve(x, saturate(effective, compute_dtype), low_bias)
     if not geometry.kernel:
         return y.view(*input.shape[:-1], y.shape[1])
     return y if y.dim() == input.dim() else y.squeeze(0)
 
 
-def input_mass(input: Tensor, geometry: Geometry, options: Options) -> Tensor:
+def input_mass(input: Tensor, plan: Plan) -> Tensor:
     """The mass of a batch of any shape that :func:`balanced_conv` takes."""
-    x, samples = _batched(input, geometry, options.stats_fraction)
-    kind, among = mass_kind(geometry, options), processes(options)
+    options = plan.options
+    x, samples = _batched(input, plan.geometry, options.stats_fraction)
     with without_autocast(x.device.type):
-        return batch_mass(x, samples, geometry, kind, signed=options.signed_input, among=among)
+        signed, among = options.signed_input, _processes(options)
+        return batch_mass(x, samples, plan.geometry, plan.kind, signed=signed, among=among)
 
 
-def mass_kind(geometry: Geometry, options: Options) -> MassKind:
-    """Under a pointwise kernel the two masses are the same, and ``channel`` is the cheaper one."""
-    return "channel" if geometry.is_pointwise else options.mass
-
-
-def processes(options: Options) -> Processes:
+def _processes(options: Options) -> Processes:
     """The group to sum statistics over, if they are to be summed and torch.distributed is in use."""
     together = options.sync_stats and torch.distributed.is_available() and torch.distributed.is_initialized()
     return (options.process_group,) if together else None
@@ -118,14 +110,18 @@ def _batched(input: Tensor, geometry: Geometry, fraction: float) -> tuple[Tensor
     return x, leading_samples(x.shape[0], fraction)
 
 
-def _check_shape(input: Tensor, weight: Tensor, geometry: Geometry) -> None:
+def _check_shapes(input: Tensor, weight: Tensor, gain: Tensor | None, geometry: Geometry) -> None:
     axes = len(geometry.kernel)
     if axes == 0:
-        channels, expected = weight.shape[1], f"(*, {weight.shape[1]})"
+        outputs, channels = weight.shape
         fits = input.dim() >= 1 and input.shape[-1] == channels
     else:
-        channels = weight.shape[0] if geometry.transposed else weight.shape[1] * geometry.groups
-        expected = f"(N, {channels}, *in) or ({channels}, *in) with {axes} spatial axes"
+        outputs, channels = weight.shape[0], weight.shape[1] * geometry.groups
+        if geometry.transposed:
+            outputs, channels = weight.shape[1] * geometry.groups, weight.shape[0]
         fits = axes < input.dim() <= axes + 2 and input.shape[-axes - 1] == channels
     if not fits:
+        expected = f"(N, {channels}, *in) or ({channels}, *in) with {axes} spatial axes" if axes else f"(*, {channels})"
         raise ValueError(f"expected an input of shape {expected}, got {tuple(input.shape)}")
+    if gain is not None and gain.shape != (outputs,):
+        raise ValueError(f"expected a gain of shape ({outputs},), got {tuple(gain.shape)}")

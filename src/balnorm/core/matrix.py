@@ -1,0 +1,91 @@
+"""A weight as a matrix with a row for each output kernel: what the method's sums run over."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from balnorm.core.geometry import Geometry, by_output, from_by_output
+from balnorm.core.options import MassKind
+
+__all__ = ["WeightMatrix"]
+
+
+class WeightMatrix(NamedTuple):
+    """A weight as output kernels (D, C / groups, *kernel), dense in memory and in at least float32.
+
+    Its rows are these kernels in the order of memory, a matrix (D, n), or (groups, D / groups, n) where there is more
+    than one group. So nothing is moved for a weight in channels_last format. Masses become rows in the same order.
+    """
+
+    values: Tensor
+    groups: int
+    transposed: bool
+    channels_last: bool
+
+    @classmethod
+    def of(cls, weight: Tensor, geometry: Geometry) -> WeightMatrix:
+        values = weight
+        if geometry.transposed:
+            values = by_output(weight, geometry.groups, True).flatten(0, 1)
+        if values.dtype in (torch.float16, torch.bfloat16):
+            values = values.float()
+        channels_last = False
+        if not values.is_contiguous():
+            axes = values.dim() - 2
+            channels_last = axes in _CHANNELS_LAST and values.is_contiguous(memory_format=_CHANNELS_LAST[axes])
+            values = values if channels_last else values.contiguous()
+        return cls(values, geometry.groups, geometry.transposed, channels_last)
+
+    def like(self, gradient: Tensor) -> Tensor:
+        """A gradient of the weight, as kernels in the same order and precision."""
+        if self.transposed:
+            gradient = by_output(gradient, self.groups, True).flatten(0, 1)
+        if gradient.stride() == self.values.stride() and gradient.dtype == self.values.dtype:
+            return gradient
+        return torch.empty_like(self.values).copy_(gradient)
+
+    def rows(self, kernels: Tensor) -> Tensor:
+        outputs = kernels.shape[0]
+        terms = kernels.numel() // outputs
+        if self.groups == 1:
+            return kernels.as_strided((outputs, terms), (terms, 1))
+        rows = outputs // self.groups
+        return kernels.as_strided((self.groups, rows, terms), (rows * terms, terms, 1))
+
+    def kernels(self, rows: Tensor) -> Tensor:
+        """The inverse of :meth:`rows`."""
+        return rows.as_strided(self.values.shape, self.values.stride())
+
+    def weight(self, kernels: Tensor) -> Tensor:
+        """Kernels as a weight again."""
+        if not self.transposed:
+            return kernels
+        shape = kernels.shape
+        return from_by_output(kernels.view(self.groups, shape[0] // self.groups, *shape[1:]), True)
+
+    def row(self, mass: Tensor) -> Tensor:
+        """A mass (1, C, ...), as a row for each group that goes with the rows of the weight."""
+        inputs, taps = self._inputs_and_taps()
+        groups = () if self.groups == 1 else (self.groups,)
+        by_tap = mass.reshape(*groups, inputs, -1).expand(*groups, inputs, taps)
+        return (by_tap.mT if self.channels_last else by_tap).reshape(*groups, 1, inputs * taps)
+
+    def mass(self, row: Tensor, kind: MassKind) -> Tensor:
+        """The adjoint of :meth:`row`: (1, C, ...), sums over the taps that share a mass."""
+        inputs, taps = self._inputs_and_taps()
+        shape = (*row.shape[:-2], taps, inputs) if self.channels_last else (*row.shape[:-2], inputs, taps)
+        by_tap = row.view(shape).mT if self.channels_last else row.view(shape)
+        kernel = self.values.shape[2:]
+        if kind == "position":
+            return by_tap.reshape(1, self.groups * inputs, *kernel)
+        return by_tap.sum(-1).view(1, self.groups * inputs, *(1,) * len(kernel))
+
+    def _inputs_and_taps(self) -> tuple[int, int]:
+        return self.values.shape[1], math.prod(self.values.shape[2:])
+
+
+_CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}

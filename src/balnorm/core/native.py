@@ -1,0 +1,242 @@
+"""The rows of the closed form by ``kernels.c``: few calls, few passes. For every tensor in a CPU's memory.
+
+The file is compiled when balnorm is installed, where there is a C compiler, and loaded with ctypes: it knows nothing of
+torch but the address of its thread pool. Without it, or with ``BALNORM_NATIVE=0`` in the environment, torch's own
+operations do the work. Both give the same results up to rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from balnorm.core.mass import add_mass_gradient, batch_mass, update_running_mass
+from balnorm.core.matrix import WeightMatrix
+from balnorm.core.plan import Call, Gradients, Plan, Running
+from balnorm.core.torch_private import thread_pool
+
+__all__ = ["LIBRARY", "backward", "effective", "forward", "status", "takes"]
+
+LIBRARY = Path(__file__).with_name("kernels.so")
+"""Where the build puts the compiled file."""
+
+# The structs of kernels.c: 64-bit integers, and a double where it says "d". What depends on shapes alone is packed
+# once, addresses at every call.
+_ROWS = struct.Struct("=9q")
+_ROWS_SHAPE = struct.Struct("=7q")
+_MASS = struct.Struct("=5qd")
+_GRADIENTS = struct.Struct("=3q")
+_SAMPLES = struct.Struct("=2q")
+_SAMPLES_SHAPE = struct.Struct("=25qd")
+_NOWHERE = bytes(_SAMPLES.size + _SAMPLES_SHAPE.size)
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether these tensors are memory that C can read: not on a GPU, and no subclass that only looks like a tensor."""
+    return _library is not None and x.is_cpu and weight.is_cpu and type(x) in _PLAIN and type(weight) in _PLAIN
+
+
+def status() -> str:
+    """Which backend computes on this CPU, and why."""
+    return _status
+
+
+def forward(
+    x: Tensor, matrix: WeightMatrix, gain: Tensor | None, given_mass: Tensor | None, call: Call
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    values, plan, running = matrix.values, call.plan, call.running
+    dtype, shape = values.dtype, _shape(matrix, plan)
+    gain, output_scale = _as(gain, dtype), _as(call.output_scale, dtype)
+    saved, result = torch.empty(shape.size, dtype=dtype), torch.empty_like(values)
+    mass, samples = None, _NOWHERE
+    # The mass is not needed later, but one allocation is enough.
+    address = saved.data_ptr() + (shape.size - shape.masses) * shape.item
+    if given_mass is not None:
+        mass = given_mass.to(dtype).contiguous()
+        address = mass.data_ptr()
+        if mass.numel() != shape.masses:
+            raise ValueError(f"expected a mass of shape {shape.mass}, got {tuple(mass.shape)}")
+    elif x.dtype == dtype and (layout := _layout(x, call)) is not None:
+        samples = _SAMPLES.pack(x.data_ptr(), address) + layout
+    else:
+        mass = saved[-shape.masses :].copy_(batch_mass(x, call.samples, plan.geometry, plan.kind).view(-1))
+    average = _UNTRACKED if running is None else _average(running, shape, dtype, plan.options.momentum)
+    rows = shape.pack(values, gain, output_scale, saved, result.data_ptr())
+    _call("forward", dtype, rows + _MASS.pack(address, *average) + samples)
+    if running is not None and average is _UNTRACKED:
+        mass = saved[-shape.masses :] if mass is None else mass
+        update_running_mass(running.mass, running.batches, mass.view(running.mass.shape), plan.options.momentum)
+    return result, (saved,)
+
+
+def effective(matrix: WeightMatrix, gain: Tensor | None, call: Call, saved: Sequence[Tensor]) -> Tensor:
+    values = matrix.values
+    gain, output_scale = _as(gain, values.dtype), _as(call.output_scale, values.dtype)
+    result = torch.empty_like(values)
+    rows = _shape(matrix, call.plan).pack(values, gain, output_scale, saved[0], result.data_ptr())
+    _call("effective", values.dtype, rows)
+    return result
+
+
+def backward(
+    g: Tensor, dx: Tensor | None, matrix: WeightMatrix, gain: Tensor | None, call: Call, saved: Sequence[Tensor]
+) -> Gradients:
+    values, dtype, shape = matrix.values, g.dtype, _shape(matrix, call.plan)
+    gain, output_scale = _as(gain, dtype), _as(call.output_scale, dtype)
+    dgain, dmass = torch.empty(values.shape[0], dtype=dtype), torch.empty(shape.mass, dtype=dtype)
+    samples = _NOWHERE
+    layout = None if dx is None or dx.dtype != dtype else _layout(dx, call)
+    if dx is not None and layout is not None and call.samples > 0:
+        samples = _SAMPLES.pack(dx.data_ptr(), dmass.data_ptr()) + layout
+    rows = shape.pack(values, gain, output_scale, saved[0], 0)
+    _call("backward", dtype, rows + _GRADIENTS.pack(g.data_ptr(), dgain.data_ptr(), dmass.data_ptr()) + samples)
+    if dx is not None and layout is None:
+        add_mass_gradient(dx, dmass, call.samples, call.plan.geometry, call.plan.kind)
+    return Gradients(g, dgain, dmass)
+
+
+class _Shape(NamedTuple):
+    """The shapes of a weight and of its vectors, which share the one tensor that is saved for backward."""
+
+    packed: bytes
+    mass: tuple[int, ...]
+    masses: int
+    size: int
+    item: int
+    starts: tuple[int, ...]
+
+    def pack(
+        self, values: Tensor, gain: Tensor | None, output_scale: Tensor | None, saved: Tensor, result: int
+    ) -> bytes:
+        """The struct ``rows_t``. The tensors must outlive the call that uses it."""
+        base = saved.data_ptr()
+        share, total, mean, positive, contribution = self.starts
+        addresses = _ROWS.pack(
+            values.data_ptr(),
+            0 if gain is None else gain.data_ptr(),
+            0 if output_scale is None else output_scale.data_ptr(),
+            result,
+            base + share,
+            base + total,
+            base + mean,
+            base + positive,
+            base + contribution,
+        )
+        return addresses + self.packed
+
+
+def _shape(matrix: WeightMatrix, plan: Plan) -> _Shape:
+    values = matrix.values
+    key = (values.shape, matrix.channels_last, values.dtype)
+    found: _Shape | None = plan.shapes.get(key)
+    if found is None:
+        outputs, inputs, *kernel = values.shape
+        groups, taps, position = matrix.groups, math.prod(kernel), plan.kind == "position"
+        mass = (1, groups * inputs, *(kernel if position else (1,) * len(kernel)))
+        share, masses, item = groups * inputs * taps, math.prod(mass), values.element_size()
+        starts = (0, share, share + groups, share + groups + outputs, share + groups + 2 * outputs)
+        one_pass = plan.options.one_pass
+        packed = _ROWS_SHAPE.pack(outputs, groups, inputs, taps, matrix.channels_last, position, one_pass)
+        size = share + groups + 3 * outputs + masses
+        found = plan.shapes[key] = _Shape(packed, mass, masses, size, item, tuple(item * start for start in starts))
+    return found
+
+
+def _layout(x: Tensor, call: Call) -> bytes | None:
+    """The shape part of ``samples_t``; ``None`` for a tensor that C cannot read as it lies in memory."""
+    plan, key = call.plan, (x.shape, x.stride(), call.samples)
+    if key not in plan.shapes:
+        if len(plan.shapes) > 100:
+            plan.shapes.clear()  # images of ever new sizes
+        plan.shapes[key] = _dense_layout(x.shape, x.stride(), call.samples, plan)
+    return plan.shapes[key]  # type: ignore[no-any-return]
+
+
+def _dense_layout(shape: torch.Size, strides: tuple[int, ...], samples: int, plan: Plan) -> bytes | None:
+    _, channels, *size = shape
+    space = math.prod(size)
+    inner = [math.prod(size[axis + 1 :]) for axis in range(len(size))]
+    if _same(shape, strides, (channels * space, 1, *(channels * stride for stride in inner))):
+        last = True
+    elif _same(shape, strides, (channels * space, space, *inner)):
+        last = False
+    else:
+        return None
+    geometry, position = plan.geometry, plan.kind == "position"
+    outputs, axes = geometry.output_size(size), [1, 1, 1, 1, 0, 1, 0] * (3 - len(size))
+    for axis, n in enumerate(size):
+        stride, padding, dilation = geometry.stride[axis], geometry.padding[axis][0], geometry.dilation[axis]
+        axes += [n, outputs[axis], geometry.kernel[axis], stride, padding, dilation, geometry.transposed]
+    per_sample = geometry.outputs_per_sample(size) if position else geometry.meetings_per_sample(size)
+    return _SAMPLES_SHAPE.pack(samples, channels, last, position, *axes, float(samples * per_sample))
+
+
+def _same(shape: torch.Size, strides: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """Whether these strides reach the same elements: that of an axis with one element does not matter."""
+    return all(n <= 1 or a == b for n, a, b in zip(shape, strides, expected, strict=True))
+
+
+_UNTRACKED = (0, 0, 0, 0, 0.0)
+
+
+def _average(
+    running: Running, shape: _Shape, dtype: torch.dtype, momentum: float | None
+) -> tuple[int, int, int, int, float]:
+    """The part of ``forward_t`` about the moving average, or ``_UNTRACKED`` where C cannot update it."""
+    mass, batches = running
+    if mass.numel() != shape.masses:
+        raise ValueError(f"expected a running mass of shape {shape.mass}, got {tuple(mass.shape)}")
+    by_input = mass.stride(1)
+    if batches is None or mass.dtype != dtype or not mass.is_cpu or not (by_input == 1 or mass.is_contiguous()):
+        return _UNTRACKED
+    if not mass.is_inference():  # it changes behind torch's back: whoever saved it for backward has to know
+        torch.autograd.graph.increment_version(mass)
+    by_tap = mass.shape[1] if by_input == 1 else 1
+    return mass.data_ptr(), batches.data_ptr(), by_input, by_tap, -1.0 if momentum is None else momentum
+
+
+def _as(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A vector in this precision, dense in memory."""
+    if tensor is None or (tensor.dtype == dtype and tensor.is_contiguous()):
+        return tensor
+    return tensor.to(dtype).contiguous()
+
+
+def _call(name: str, dtype: torch.dtype, arguments: bytes) -> None:
+    if _functions[name, dtype](arguments):
+        raise MemoryError(f"no memory left for the {name} pass of a balanced layer")
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    if os.environ.get("BALNORM_NATIVE") == "0":
+        return None, "torch: BALNORM_NATIVE=0 is set"
+    if not LIBRARY.exists():
+        return None, "torch: the native kernels were not compiled when balnorm was installed"
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        return None, f"torch: the native kernels could not be loaded ({error})"
+    pool = thread_pool()
+    if pool is None:
+        return library, f"native, on one thread: torch {torch.__version__} does not lend its own"
+    library.balnorm_use_threads(ctypes.c_void_p(pool))
+    return library, "native, on torch's threads"
+
+
+_library, _status = _load()
+_functions: dict[tuple[str, torch.dtype], Any] = {}
+if _library is not None:
+    for _name in ("forward", "effective", "backward"):
+        for _dtype, _suffix in ((torch.float32, "float"), (torch.float64, "double")):
+            _function = getattr(_library, f"balnorm_{_name}_{_suffix}")
+            _function.argtypes, _function.restype = [ctypes.c_char_p], ctypes.c_int
+            _functions[_name, _dtype] = _function

@@ -1,0 +1,57 @@
+"""What a layer settles once, and what the closed form and its two backends tell each other."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from balnorm.core.geometry import Geometry
+from balnorm.core.options import MassKind, Options
+
+__all__ = ["Call", "Gradients", "Plan", "Running"]
+
+
+class Plan:
+    """How a layer computes, apart from its tensors: made once, not at every call."""
+
+    __slots__ = ("geometry", "kind", "options", "own_mass", "shapes")
+
+    def __init__(self, geometry: Geometry, options: Options) -> None:
+        self.geometry = geometry
+        self.options = options
+        self.kind: MassKind = "channel" if geometry.is_pointwise else options.mass
+        """Under a pointwise kernel the two masses are the same, and ``channel`` is the cheaper one."""
+        self.own_mass = not (options.signed_input or options.sync_stats or geometry.pads_beforehand)
+        """Whether the closed form can take the mass itself, and hand its gradient on."""
+        self.shapes: dict[Any, Any] = {}
+        """What the native backend has worked out for shapes that it has met."""
+
+    def padded(self) -> Plan:
+        """The plan that is left once the input has been padded, and its mass has been taken."""
+        return Plan(self.geometry.padded(), self.options)
+
+
+class Running(NamedTuple):
+    """The moving average that the mass of a batch enters, in place."""
+
+    mass: Tensor
+    batches: Tensor | None
+
+
+class Call(NamedTuple):
+    """One forward pass, apart from the tensors that get gradients."""
+
+    plan: Plan
+    samples: int
+    """How many leading samples of the batch the mass is taken from."""
+    output_scale: Tensor | None
+    running: Running | None
+
+
+class Gradients(NamedTuple):
+    """Of the weight, as kernels; of the gain, (D,); of the mass, (1, C, ...)."""
+
+    weight: Tensor
+    gain: Tensor
+    mass: Tensor
