@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+KERNELS := src/balnorm/core/kernels.c hatch_build.py
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,7 +39,11 @@ clean: ## remove the environments and all caches
 
 # torch is pinned and installed from constraints.txt: a looser version brings gigabytes of CUDA to machines without it.
 # timm and torchvision serve comparisons only, and without --no-deps would ask for another torch.
-$(READY): pyproject.toml constraints.txt Makefile
+$(READY): $(VENV)/.installed $(KERNELS)
+	$(BIN)/python hatch_build.py || echo "balnorm goes on without its native kernels"
+	touch $@
+
+$(VENV)/.installed: pyproject.toml constraints.txt Makefile
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'

@@ -17,10 +17,10 @@ images, labels = F.interpolate(images, scale_factor=4), torch.tensor(data.target
 train, test = slice(0, 1500), slice(1500, None)
 
 model = timm.create_model("resnet18", in_chans=1, num_classes=10)
-model, report = convert(model, example_input=images[:2])
+model, report = convert(model, example_input=images[:2], mass="position")
 print(report)
 
-optimizer = torch.optim.SGD(param_groups(model, weight_decay=1e-4), lr=0.01, momentum=0.9)
+optimizer = torch.optim.SGD(param_groups(model, weight_decay=1e-4), lr=0.05, momentum=0.9)
 for step in range(40):
     batch = torch.randint(0, 1500, (64,))
     loss = F.cross_entropy(model(images[batch]), labels[batch])

@@ -50,6 +50,17 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(params=["native", "torch"])
+def backend(request, monkeypatch):
+    """Run a test with the native kernels, and with torch's own operations in their place."""
+    from balnorm.core import native
+
+    if request.param == "torch":
+        monkeypatch.setattr(native, "_library", None)
+    elif native._library is None:
+        pytest.skip(f"no native kernels ({native.status()})")
+
+
 @pytest.fixture(scope="session")
 def digits():
     """1,797 images of digits, (N, 1, 8, 8) in [0, 1], and their labels."""

@@ -12,6 +12,7 @@ from balnorm import BalNormConv2d, BalNormLinear
 from balnorm.init import balanced_normal_
 from cases import MASS_AND_PASS
 
+pytestmark = pytest.mark.usefixtures("backend")
 CONV_GEOMETRIES = [
     # kernel, stride, padding, dilation, groups, padding_mode
     ((3,), (1,), (1,), (1,), 1, "zeros"),

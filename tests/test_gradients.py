@@ -8,6 +8,8 @@ from torch.func import functional_call
 from balnorm import BalNormConv2d, BalNormConv3d, BalNormConvTranspose2d
 from cases import CASES, MASS_AND_PASS
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 
 def layer_function(layer, x):
     """The layer as a function of its input and all its parameters."""

@@ -8,6 +8,8 @@ from balnorm import BalNormConv2d
 from balnorm.study.measure import saved_bytes
 from cases import MASS_AND_PASS
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 
 def network(conv, norm):
     layers = []

@@ -8,6 +8,7 @@ import torch
 from balnorm import BalNormConv2d, BalNormLinear
 from cases import CASES, MASS_AND_PASS
 
+pytestmark = pytest.mark.usefixtures("backend")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MAGNITUDES = [(x, w) for x in (1e-30, 1.0, 1e30) for w in (1e-30, 1.0, 1e30) if (x, w) != (1.0, 1.0)]
 

@@ -123,6 +123,7 @@ def test_autocast_sums_are_exact_where_bfloat16_would_lose_them():
     assert torch.equal(layer.running_mass, torch.ones(1, 2, 1, 1))
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_counts_a_batch_once(reentrant):
     """The forward pass is repeated in backward, and must not be taken into the statistics again."""
@@ -138,6 +139,7 @@ def test_checkpointing_counts_a_batch_once(reentrant):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+@pytest.mark.usefixtures("backend")
 def test_two_forwards_before_one_backward():
     """Buffers that change in place are not kept for backward, in training, frozen or eval mode."""
     layer = BalNormConv2d(3, 4, 3)
@@ -192,6 +194,7 @@ def test_forward_mode():
     torch.testing.assert_close((layer(x + h * tangent) - layer(x - h * tangent)) / (2 * h), forward)
 
 
+@pytest.mark.usefixtures("backend")
 def test_inference_mode():
     layer = BalNormConv2d(3, 4, 3, mass="position")
     with torch.inference_mode():

@@ -7,10 +7,12 @@
 torch.Size([8, 16, 32, 32])
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from balnorm.diagnostics import balance_report
+    from balnorm.functional import backend
     from balnorm.layers import (
         BalNormConv1d,
         BalNormConv2d,
@@ -33,6 +35,7 @@ __all__ = [
     "BalNormLayer",
     "BalNormLinear",
     "__version__",
+    "backend",
     "balance_report",
     "convert",
     "fold",
@@ -47,11 +50,14 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     """Import torch when the first of these names is used, and not before: the command line answers faster."""
+    if name == "functional":
+        return importlib.import_module("balnorm.functional")
     if name not in __all__:
         raise AttributeError(f"module 'balnorm' has no attribute {name!r}")
-    from balnorm import diagnostics, layers, surgery
+    from balnorm import diagnostics, functional, layers, surgery
 
-    home = layers if name.startswith("BalNorm") else diagnostics if name == "balance_report" else surgery
+    homes = {"balance_report": diagnostics, "backend": functional}
+    home = layers if name.startswith("BalNorm") else homes.get(name, surgery)
     globals()[name] = getattr(home, name)
     return globals()[name]
 

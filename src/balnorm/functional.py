@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from balnorm.core import conv
+from balnorm.core import conv, native
 from balnorm.core.balance import balance
 from balnorm.core.geometry import geometry_of, linear_geometry, per_axis
 from balnorm.core.mass import update_running_mass
@@ -25,6 +25,7 @@ __all__ = [
     "MASSES",
     "MassKind",
     "Options",
+    "backend",
     "bal_conv",
     "bal_conv1d",
     "bal_conv2d",
@@ -38,6 +39,16 @@ __all__ = [
     "input_mass",
     "update_running_mass",
 ]
+
+
+def backend() -> str:
+    """What computes the balance of tensors in a CPU's memory, and why: ``"native, ..."`` or ``"torch: ..."``.
+
+    The native kernels are compiled when balnorm is installed, where there is a C compiler; ``BALNORM_NATIVE=0`` in the
+    environment switches them off. Other devices always use torch's own operations.
+    """
+    return native.status()
+
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Tensor])
 

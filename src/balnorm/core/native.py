@@ -65,7 +65,7 @@ def forward(
         address = mass.data_ptr()
         if mass.numel() != shape.masses:
             raise ValueError(f"expected a mass of shape {shape.mass}, got {tuple(mass.shape)}")
-    elif x.dtype == dtype and (layout := _layout(x, call)) is not None:
+    elif call.samples > 0 and x.dtype == dtype and (layout := _layout(x, call)) is not None:
         samples = _SAMPLES.pack(x.data_ptr(), address) + layout
     else:
         mass = saved[-shape.masses :].copy_(batch_mass(x, call.samples, plan.geometry, plan.kind).view(-1))

@@ -183,6 +183,8 @@ def environment() -> dict[str, Any]:
     """The machine and the versions, as far as they can change a result."""
     import torch
 
+    from balnorm.functional import backend
+
     try:
         git = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
@@ -200,6 +202,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
+        "backend": backend(),
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
     }

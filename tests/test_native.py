@@ -1,0 +1,239 @@
+"""The native kernels against torch's own operations, over shapes, layouts and options; how they are found and used."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import hatch_build
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import balnorm
+import balnorm.functional as BF
+from balnorm.core import native, torch_private
+from balnorm.core.options import Options
+
+pytestmark = pytest.mark.skipif(native._library is None, reason=f"no native kernels ({native.status()})")
+
+
+def laid_out(x, layout):
+    """The same values in another order of memory: dense, with gaps, or at an odd address."""
+    if layout == "channels_last" and x.dim() in (4, 5):
+        return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+    if layout == "transposed":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "gaps":
+        return torch.stack([x, x], -1).flatten(-2)[..., ::2]
+    if layout == "offset":
+        return torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape)
+    return x
+
+
+LAYOUTS = ["contiguous", "channels_last", "transposed", "gaps", "offset"]
+
+
+@st.composite
+def calls(draw):
+    """A function, its tensors and its options: any convolution, transposed convolution or linear map."""
+    axes = draw(st.integers(0, 3))
+    groups = draw(st.integers(1, 3)) if axes else 1
+    inputs, outputs = groups * draw(st.integers(1, 4)), groups * draw(st.integers(1, 40))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    samples = draw(st.integers(0, 5))
+    options = {
+        "one_pass": draw(st.booleans()),
+        "stats_fraction": draw(st.sampled_from([1.0, 0.5, 0.01])),
+        "momentum": draw(st.sampled_from([0.1, None, 0.9])),
+    }
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+
+    def random(*shape):
+        return torch.rand(*shape, generator=generator, dtype=dtype)
+
+    kernel = [draw(st.integers(1, 4)) for _ in range(axes)]
+    size = [draw(st.integers(1, 7)) for _ in range(axes)]
+    transposed = axes > 0 and draw(st.booleans())
+    if axes == 0:
+        function, geometry = BF.bal_linear, {}
+        leading = draw(st.sampled_from([(), (3,)]))
+        x, w = random(samples, *leading, inputs), random(outputs, inputs) - 0.5
+    else:
+        options["mass"] = draw(st.sampled_from(BF.MASSES))
+        geometry = {
+            "stride": tuple(draw(st.integers(1, 3)) for _ in kernel),
+            "dilation": tuple(draw(st.integers(1, 2)) for _ in kernel),
+            "groups": groups,
+        }
+        if transposed:
+            function, w = BF.bal_conv_transpose, random(inputs, outputs // groups, *kernel) - 0.5
+            geometry["padding"] = 0
+        else:
+            function, w = BF.bal_conv, random(outputs, inputs // groups, *kernel) - 0.5
+            geometry["padding"] = tuple(draw(st.integers(0, 2)) for _ in kernel)
+            reach = zip(kernel, geometry["dilation"], geometry["padding"], strict=True)
+            size = [max(n, d * (k - 1) + 1 - 2 * p) for n, (k, d, p) in zip(size, reach, strict=True)]
+        x = random(samples, inputs, *size)
+    x, w = laid_out(x, draw(st.sampled_from(LAYOUTS))), laid_out(w, draw(st.sampled_from(LAYOUTS)))
+    gain, bias = random(outputs) + 0.5, random(outputs)
+    taps = kernel if options.get("mass") == "position" else [1] * axes
+    running = random(1, inputs, *taps)
+    if axes == 2 and draw(st.booleans()):
+        running = running.contiguous(memory_format=torch.channels_last)
+    training = draw(st.sampled_from([True, True, False]))
+    return function, x, w, bias, gain, running, {**geometry, **options, "training": training}
+
+
+def results(call):
+    """Output, running mass and all gradients."""
+    function, x, w, bias, gain, running, options = call
+    leaves = [t.detach().requires_grad_() for t in (x, w, bias, gain)]
+    running, counter = running.clone(), torch.tensor(3)
+    y = function(*leaves, **options, running_mass=running, num_batches_tracked=counter)
+    weights = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape)
+    (y * weights).sum().backward()
+    return y.detach(), running, counter, *(leaf.grad for leaf in leaves)
+
+
+def by_torch(call):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_library", None)
+        return results(call)
+
+
+@given(calls())
+def test_native_is_torch(call):
+    names = ("output", "running mass", "counter", "input", "weight", "bias", "gain")
+    low = call[1].dtype == torch.float32
+    for name, ours, theirs in zip(names, results(call), by_torch(call), strict=True):
+        scale = theirs.abs().max().clamp(min=1) if theirs.numel() else 1
+        tolerance = {"rtol": 2e-3, "atol": 2e-3} if low else {"rtol": 1e-7, "atol": 1e-7}
+        torch.testing.assert_close(ours / scale, theirs / scale, **tolerance, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("mass", BF.MASSES)
+def test_the_number_of_threads_changes_no_bit(mass, layout):
+    """Work is divided by its size. So a run can be resumed on more cores, as far as this layer is concerned."""
+    layer = balnorm.BalNormConv2d(48, 160, 3, padding=1, mass=mass)
+    x = laid_out(torch.rand(16, 48, 20, 20), layout)
+    threads, found = torch.get_num_threads(), []
+    plan = layer._plan
+    from balnorm.core.matrix import WeightMatrix
+    from balnorm.core.plan import Call
+
+    for count in (1, 2, 2, 5):
+        torch.set_num_threads(count)
+        matrix, call = WeightMatrix.of(layer.weight.detach(), plan.geometry), Call(plan, 16, layer.output_scale, None)
+        effective, saved = native.forward(x, matrix, layer.gain.detach(), None, call)
+        g, dx = torch.linspace(-1, 1, effective.numel()).view_as(effective), torch.zeros_like(x)
+        gradients = native.backward(g, dx, matrix, layer.gain.detach(), call, saved)
+        found.append((effective, *saved, *gradients, dx))
+    torch.set_num_threads(threads)
+    for other in found[1:]:
+        for ours, theirs in zip(found[0], other, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_sums_of_many_numbers_lose_nothing_to_speak_of():
+    for layout in ("contiguous", "channels_last"):
+        x = laid_out(torch.rand(64, 3, 256, 256) * 1e-3 + 1, layout)
+        layer = balnorm.BalNormConv2d(3, 2, 1)
+        layer(x)
+        torch.testing.assert_close(
+            layer.running_mass.double(), x.double().mean((0, 2, 3), keepdim=True), rtol=3e-7, atol=0
+        )
+
+
+def test_a_change_of_the_running_mass_is_noticed_by_autograd():
+    layer, x = balnorm.BalNormConv2d(3, 4, 3), torch.rand(2, 3, 6, 6)
+    loss = (layer.running_mass * layer.weight).sum()
+    layer(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def in_a_child(queue):
+    torch.set_num_threads(1)
+    queue.put(balnorm.BalNormConv2d(3, 4, 3, dtype=torch.float64)(torch.ones(2, 3, 6, 6).double()).shape)
+
+
+def test_forked_processes_compute_too():
+    balnorm.BalNormConv2d(3, 4, 3)(torch.rand(2, 3, 6, 6))
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=in_a_child, args=(queue,))
+    child.start()
+    assert queue.get() == (2, 4, 4, 4)
+    child.join()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"gain": torch.ones(3)}, r"expected a gain of shape \(4,\), got \(3,\)"),
+        (
+            {"running_mass": torch.ones(1, 2, 1, 1)},
+            r"expected a running mass of shape \(1, 3, 1, 1\), got \(1, 2, 1, 1\)",
+        ),
+        ({"running_mass": torch.ones(1, 2, 1, 1), "training": False}, r"expected a mass of shape \(1, 3, 1, 1\)"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(tensors, message):
+    counter = torch.tensor(0)
+    with pytest.raises(ValueError, match=message):
+        BF.bal_conv2d(
+            torch.rand(2, 3, 6, 6), torch.randn(4, 3, 3, 3, requires_grad=True), **tensors, num_batches_tracked=counter
+        )
+
+
+def test_what_is_in_use_can_be_asked_for():
+    assert balnorm.backend() == native.status()
+    program = "import balnorm; print(balnorm.backend())"
+    for value, expected in (("0", "torch: BALNORM_NATIVE=0 is set"), ("1", native.status())):
+        environment = {**os.environ, "BALNORM_NATIVE": value}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == expected
+
+
+def test_without_torch_s_threads_there_is_one(monkeypatch):
+    monkeypatch.setattr(torch, "__file__", "/nowhere/torch/__init__.py")
+    assert torch_private.thread_pool() is None
+
+
+def test_a_library_that_is_missing_or_broken_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "kernels.so")
+    assert native._load() == (None, "torch: the native kernels were not compiled when balnorm was installed")
+    (tmp_path / "kernels.so").write_bytes(b"no library")
+    library, status = native._load()
+    assert library is None
+    assert status.startswith("torch: the native kernels could not be loaded (")
+
+
+@pytest.mark.parametrize(
+    ("compiler", "problem"),
+    [("/nowhere/cc", "there is no C compiler (/nowhere/cc)"), ("false", "the C compiler false failed: no message")],
+)
+def test_a_compiler_that_is_missing_or_fails_is_said(monkeypatch, tmp_path, compiler, problem):
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setattr(hatch_build, "LIBRARY", tmp_path / "kernels.so")
+    assert hatch_build.compile_kernels() == problem
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_kernels_compile_without_several_versions_of_a_function(monkeypatch, tmp_path):
+    """As on processors other than x86, and with compilers that cannot choose at run time."""
+    monkeypatch.setattr(hatch_build.platform, "machine", lambda: "other")
+    monkeypatch.setattr(hatch_build, "LIBRARY", tmp_path / "kernels.so")
+    assert hatch_build.compile_kernels() is None
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "kernels.so")
+    library, _ = native._load()
+    assert library.balnorm_forward_float
+
+
+def test_options_have_no_switch_for_it():
+    assert "native" not in Options.__dataclass_fields__
