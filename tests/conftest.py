@@ -1,38 +1,47 @@
 import os
 import shlex
+from importlib.metadata import version
 
 import hypothesis
 import pytest
 
-from balnorm.training.processor import CAP, find_defect
-
-
-def capped() -> str:
-    """Before torch is loaded, here and in the processes started from here: limit it to what the processor can do.
-
-    Some processors end torch's own convolutions in bfloat16, and with them the process of the tests.
-    """
-    if "PYTEST_XDIST_WORKER" in os.environ:  # which has the environment of the process that started it
-        return ""
-    stand_in = os.environ.pop("BALNORM_TEST_TRIAL", None)  # for the test of this
-    defect = find_defect(shlex.split(stand_in) if stand_in else None)
-    if defect is None:
-        return ""
-    if defect.cap is not None:
-        os.environ[CAP] = defect.cap
-    remedy = f"{CAP}={defect.cap}" if defect.cap else f"no {CAP} helps, and tests will die"
-    return f"processor: torch's own convolutions in lower precision end in {defect.signal} here: {remedy}"
-
-
-CAPPED = capped()
+from balnorm.training import processor
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True, database=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
-def pytest_report_header():
-    return [CAPPED] if CAPPED else []
+def pytest_configure(config):
+    """Before torch is loaded, here and in all processes started from here: limit it to what the processor can do.
+
+    Some processors end torch's own convolutions, and with them the process of the tests. What was found is kept in
+    pytest's cache: the trial takes seconds.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:  # which has the environment of the process that started it
+        return
+    if stand_in := os.environ.pop("BALNORM_TEST_TRIAL", None):  # for the test of this
+        processor.TRIAL = tuple(shlex.split(stand_in))
+        processor.caps = lambda: ["AVX512_CORE_BF16", "AVX2"]
+    cache = getattr(config, "cache", None)
+    known = [version("torch"), *processor.TRIAL, *processor.caps(), os.environ.get(processor.CAP)]
+    found = cache.get("balnorm/processor", {}) if cache else {}
+    if found.get("known") != known:
+        defect = processor.find_defect()
+        found = {"known": known, "defect": defect and vars(defect)}
+        if cache:
+            cache.set("balnorm/processor", found)
+    if found["defect"] is None:
+        return
+    defect = processor.Defect(**found["defect"])
+    if defect.cap is not None:
+        os.environ[processor.CAP] = defect.cap
+    remedy = f"{processor.CAP}={defect.cap}" if defect.cap else f"no {processor.CAP} helps, and tests will die"
+    config.processor = f"processor: torch's own convolutions end in {defect.signal} here: {remedy}"
+
+
+def pytest_report_header(config):
+    return getattr(config, "processor", [])
 
 
 @pytest.fixture(scope="session", autouse=True)

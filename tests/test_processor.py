@@ -1,4 +1,4 @@
-"""Processors that end torch's convolutions in lower precision: found out beforehand, with stand-ins for the trial."""
+"""Processors that end torch's convolutions: found out beforehand, with stand-ins for the trial."""
 
 import os
 import shlex
@@ -16,10 +16,11 @@ from balnorm.study import executors
 from balnorm.study.executors import LocalExecutor
 from balnorm.study.grid import plan
 from balnorm.training import processor
-from balnorm.training.processor import CAP, CAPS, Defect, find_defect
+from balnorm.training.processor import CAP, Defect, find_defect
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no signals")
 TINY = ["--epochs", "1", "--width", "4", "--train-limit", "64", "--device", "cpu"]
+CAPS = ["AVX512_CORE_FP16", "AVX512_CORE_BF16", "AVX512_CORE", "AVX2"]
 
 
 def dying(*survive, by="ILL"):
@@ -28,67 +29,78 @@ def dying(*survive, by="ILL"):
 
 
 @pytest.fixture
-def defective(monkeypatch):
-    """This machine as one that needs a cap."""
+def machine(monkeypatch):
+    """This machine as one with something to cap, and with another command for the trial."""
     monkeypatch.delenv(CAP, raising=False)
-    monkeypatch.setattr(processor, "TRIAL", dying("AVX512_CORE_BF16", "AVX2"))
-    monkeypatch.setattr(processor, "exceeds_lowest_cap", lambda: True)
+    monkeypatch.setattr(processor, "caps", lambda: CAPS)
+    processor.remedy_after.cache_clear()
+    yield lambda trial: monkeypatch.setattr(processor, "TRIAL", trial)
+    processor.remedy_after.cache_clear()
+
+
+@pytest.fixture
+def defective(machine, monkeypatch):
+    """This machine as one that needs a cap."""
+    machine(dying("AVX512_CORE_BF16", "AVX2"))
     monkeypatch.setattr(LocalExecutor, "call", lambda _, function, *arguments: function(*arguments))
 
 
-def test_the_highest_cap_that_survives_is_found(monkeypatch):
-    monkeypatch.delenv(CAP, raising=False)
-    assert find_defect(dying("AVX512_CORE_BF16", "AVX512_CORE", "AVX2")) == Defect("SIGILL", "AVX512_CORE_BF16")
-    assert find_defect(dying("AVX2", by="SEGV")) == Defect("SIGSEGV", "AVX2")
-    assert find_defect(dying()) == Defect("SIGILL", None)
-    monkeypatch.setenv(CAP, CAPS[2])  # a cap that somebody has set counts
-    assert find_defect(dying(CAPS[2])) is None
+def test_the_highest_cap_that_survives_is_found(machine, monkeypatch):
+    machine(dying("AVX512_CORE_BF16", "AVX512_CORE", "AVX2"))
+    assert find_defect() == Defect("SIGILL", "AVX512_CORE_BF16")
+    machine(dying("AVX2", by="SEGV"))
+    assert find_defect() == Defect("SIGSEGV", "AVX2")
+    machine(dying(by="ABRT"))
+    assert find_defect() == Defect("SIGABRT", None)
+    monkeypatch.setenv(CAP, "AVX2")  # a cap that somebody has set counts
+    machine(dying("AVX2"))
+    assert find_defect() is None
 
 
-def test_the_caps_are_tried_from_the_highest(monkeypatch, tmp_path):
-    monkeypatch.delenv(CAP, raising=False)
-    command = ["sh", "-c", f'echo "${CAP}" >> "{tmp_path}/tried"; kill -ILL $$']
-    find_defect(command)
-    assert (tmp_path / "tried").read_text().splitlines() == ["", *CAPS]
+def test_the_caps_are_tried_from_the_highest_and_the_precisions_are_told(machine, tmp_path):
+    machine(["sh", "-c", f'echo "${CAP}" $@ >> "{tmp_path}/tried"; kill -ILL $$', "sh"])
+    find_defect(["float16"])
+    assert (tmp_path / "tried").read_text().splitlines() == [" float16", *(f"{cap} float16" for cap in CAPS)]
 
 
-def test_where_nothing_dies_nothing_is_found():
+def test_where_nothing_dies_nothing_is_found(machine):
     for end in ("exit 0", "exit 1", "kill -KILL $$", "kill -TERM $$"):  # torch is missing, memory is short: other news
-        assert find_defect(["sh", "-c", end]) is None
+        machine(["sh", "-c", end])
+        assert find_defect() is None
 
 
-def test_a_processor_with_nothing_to_cap_is_not_tried(monkeypatch, tmp_path):
+def test_caps_are_those_below_what_the_processor_has(monkeypatch, tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
-    for flags, more in {
-        "fpu avx avx2 fma": False,
-        "avx2 avx512f": True,
-        "avx2 amx_bf16": True,
-        "avx_vnni": True,
+    for flags, caps in {
+        "sse4_1 avx avx2 fma": ["AVX", "SSE41"],
+        "sse4_1 avx avx2 avx512f avx512_vnni": ["AVX512_CORE", "AVX2", "AVX", "SSE41"],
+        "sse4_1": [],
     }.items():
-        cpuinfo.write_text(f"model name\t: avx512 in name only\nflags\t\t: {flags}\n")
-        assert processor.exceeds_lowest_cap(cpuinfo) == more
-    for machine, more in {"arm64": False, "AMD64": True}.items():
-        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
-        assert processor.exceeds_lowest_cap(tmp_path / "nowhere") == more
-    monkeypatch.setattr(processor, "exceeds_lowest_cap", lambda: False)
-    monkeypatch.setattr(processor, "TRIAL", dying())
+        cpuinfo.write_text(f"model name\t: amx_bf16 in name only\nflags\t\t: {flags}\n")
+        assert processor.caps(cpuinfo) == caps
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    assert processor.caps(tmp_path / "nowhere") == []
+    monkeypatch.setattr("platform.machine", lambda: "AMD64")
+    assert processor.caps(tmp_path / "nowhere")[0] == "AVX512_CORE_AMX_FP16"
+
+
+def test_a_processor_with_nothing_to_cap_is_not_tried(machine, monkeypatch):
+    machine(dying())
+    monkeypatch.setattr(processor, "caps", list)
     assert find_defect() is None
 
 
 def test_the_trial_is_torchs_convolutions():
-    """On a machine without the defect it lives; what it computes is counted in place of torch."""
-    program = processor.TRIAL[-1]
+    """Under the cap that the tests run with, if any, it lives. What it computes is counted."""
     count = "import torch, collections; seen = collections.Counter(); run = torch.Tensor.backward\n"
-    count += "def backward(tensor): seen[tensor.grad_fn.next_functions[0][0].name(), tensor.dtype] += 1; run(tensor)\n"
+    count += "def backward(tensor): seen[str(tensor.dtype)] += 1; run(tensor)\n"
     count += "torch.Tensor.backward = backward\n"
+    program = f"{count}{processor.TRIAL[-1]}\nprint(dict(seen))"
     done = subprocess.run(
-        [sys.executable, "-c", f"{count}{program}\nprint(dict(seen))"], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program, "float32", "bfloat16", "float16"], capture_output=True, text=True, check=False
     )
-    if -done.returncode in processor._DEADLY:
-        pytest.skip("this processor has the defect, and no cap was set for the tests")
-    assert done.stderr == ""
-    for dtype in ("bfloat16", "float16"):
-        assert f"torch.{dtype}): 10" in done.stdout
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "{'torch.float32': 410, 'torch.bfloat16': 10, 'torch.float16': 10}\n"
 
 
 def test_nothing_here_imports_torch():
@@ -148,17 +160,26 @@ def test_without_a_device_the_cpu_is_tried_where_there_is_no_gpu(monkeypatch):
         processor.check_precision("float16", None)
 
 
+def test_a_process_that_died_is_answered_with_the_remedy_where_there_is_one(machine):
+    machine(["true"])
+    assert processor.remedy_after(signal.SIGSEGV) is None
+    assert processor.remedy_after(signal.SIGILL) == "set ONEDNN_MAX_CPU_ISA=AVX2 in the environment"
+    processor.remedy_after.cache_clear()
+    machine(dying("AVX512_CORE"))
+    assert processor.remedy_after(signal.SIGSEGV) == "set ONEDNN_MAX_CPU_ISA=AVX512_CORE in the environment"
+    assert processor.remedy_after(signal.SIGKILL) is None
+
+
 def _die(task, slot, pipe):
     os.kill(os.getpid(), signal.SIGILL)
 
 
-def test_a_worker_that_dies_of_an_illegal_instruction_is_told_with_the_remedy(tmp_path, monkeypatch, capfd):
+def test_a_run_that_dies_of_an_illegal_instruction_is_told_with_the_remedy(tmp_path, machine, monkeypatch, capfd):
+    machine(dying("AVX512_CORE_BF16"))
     monkeypatch.setattr(executors, "_execute_in_process", _die)
-    arguments = ["--norms", "none", "--seeds", "1", "--threads", "1", "--device", "cpu", "--out", str(tmp_path)]
-    assert main(["compare", "digits", *arguments]) == 1
-    printed = capfd.readouterr()
-    remedy = "signal 4, an illegal instruction: set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment, or AVX2"
-    assert remedy in printed.out
+    assert main(["compare", "digits", *TINY, "--norms", "none", "--seeds", "1", "--out", str(tmp_path)]) == 1
+    remedy = "its process was ended by signal 4: set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment, and"
+    assert remedy in capfd.readouterr().out
     assert remedy in (tmp_path / "runs" / "none-seed0" / "error.txt").read_text()
 
 
@@ -173,23 +194,24 @@ def test_the_cap_is_here(): assert os.environ[{CAP!r}] == "AVX512_CORE_BF16"
 
 
 def test_a_run_of_the_tests_is_capped_and_says_so(tmp_path):
+    """Twice; the second one knows it from the first."""
     (tmp_path / "test_inner.py").write_text(INNER)
     tests = Path(__file__).parent
-    environment = {**os.environ, "BALNORM_TEST_TRIAL": shlex.join(dying("AVX512_CORE_BF16", "AVX2"))}
-    for name in ("PYTEST_XDIST_WORKER", CAP):
-        environment.pop(name, None)
+    trial = ["sh", "-c", f'echo "${CAP}" >> {tmp_path}/tried; {dying("AVX512_CORE_BF16")[-1]}']
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTEST_XDIST_WORKER", CAP)}
+    environment["BALNORM_TEST_TRIAL"] = shlex.join(trial)
     environment["PYTHONPATH"] = os.pathsep.join([str(tests), *filter(None, sys.path)])
-    options = ["-p", "conftest", "-p", "no:cacheprovider", "-n", "1", "-c", os.devnull, "--rootdir", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(tmp_path)],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = (
-        "processor: torch's own convolutions in lower precision end in SIGILL here: ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
-    )
-    assert done.stdout.splitlines().count(line) == 1
+    options = ["-p", "conftest", "-c", os.devnull, "--rootdir", str(tmp_path), "-o", f"cache_dir={tmp_path}/cache"]
+    for workers in ("1", "0"):
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, "-n", workers, str(tmp_path)],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        line = "processor: torch's own convolutions end in SIGILL here: ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
+        assert done.stdout.splitlines().count(line) == 1
+        assert (tmp_path / "tried").read_text().splitlines() == ["", "AVX512_CORE_BF16"]

@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol
 
 from balnorm.study.grid import FAILURE, Member
 from balnorm.training.files import write_atomically
-from balnorm.training.processor import after_illegal_instruction, check_precision
+from balnorm.training.processor import check_precision, remedy_after
 from balnorm.training.run import Run
 
 __all__ = ["Executor", "LocalExecutor", "Outcome", "RayExecutor", "StudyError", "Task", "execute"]
@@ -175,10 +175,10 @@ class LocalExecutor:
                     return Outcome(member, *pipe.recv())
         code = process.exitcode
         reason = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with code {code}"
-        if -code == signal.SIGILL:
-            reason += f", an illegal instruction: {after_illegal_instruction()}, and the same command goes on with it"
-        else:
-            reason += ": the same command goes on with it"
+        remedy = remedy_after(-code)
+        reason += (
+            f": {remedy}, and the same command goes on with it" if remedy else ": the same command goes on with it"
+        )
         keep_failure(member, reason + "\n")
         return Outcome(member, "failed", reason)
 

@@ -1,12 +1,17 @@
-"""Whether torch's convolutions in bfloat16 and float16 run on this processor. It imports no torch.
+"""Whether torch's convolutions run on this processor. It imports no torch.
 
-On some machines they do not: oneDNN, which computes them for torch, uses every instruction that the processor claims to
-have, and where one of them does not work (seen with Intel AMX in a virtual machine, torch 2.13, strides above 1), the
-process dies without a word. So a process of its own tries them first.
+On some they do not: oneDNN, which computes them for torch, ends the process. Seen with torch 2.13:
+
+- Intel AMX in a virtual machine: an illegal instruction, in bfloat16, with strides above 1;
+- AVX2 without AVX-512: memory is overwritten in backward of 1x1 kernels with stride, channels last, below 8 channels
+  (https://github.com/uxlfoundation/oneDNN/issues/6035), which the recipes' networks are too wide for, and tests not.
+
+So a process of its own tries them, and if it dies, again with one instruction set less, and so on.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import signal
@@ -16,33 +21,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "CAP",
-    "CAPS",
-    "TRIAL",
-    "Defect",
-    "after_illegal_instruction",
-    "check_precision",
-    "exceeds_lowest_cap",
-    "find_defect",
-]
+__all__ = ["CAP", "TRIAL", "Defect", "caps", "check_precision", "find_defect", "remedy_after"]
 
 CAP = "ONEDNN_MAX_CPU_ISA"
 """The environment variable that limits oneDNN's instructions. It is read when torch is loaded."""
 
-CAPS = (
-    "AVX512_CORE_AMX",
-    "AVX512_CORE_FP16",
-    "AVX512_CORE_BF16",
-    "AVX512_CORE_VNNI",
-    "AVX512_CORE",
-    "AVX2",
-)
-"""From the highest to the lowest."""
+# oneDNN's names of instruction sets, from the highest, and what Linux calls the one that each adds.
+_LEVELS = {
+    "AVX512_CORE_AMX_FP16": "amx_fp16",
+    "AVX512_CORE_AMX": "amx_bf16",
+    "AVX512_CORE_FP16": "avx512_fp16",
+    "AVX512_CORE_BF16": "avx512_bf16",
+    "AVX512_CORE_VNNI": "avx512_vnni",
+    "AVX512_CORE": "avx512f",
+    "AVX2": "avx2",
+    "AVX": "avx",
+    "SSE41": "sse4_1",
+}
 
-_DEADLY = {signal.SIGILL, signal.SIGSEGV, signal.SIGFPE, *([signal.SIGBUS] if hasattr(signal, "SIGBUS") else [])}
+# What a processor ends a process with, and glibc (SIGABRT) when it finds its memory overwritten.
+_DEADLY = [
+    getattr(signal, name)
+    for name in ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGABRT")
+    if hasattr(signal, name)  # not everywhere
+]
 
 _PROGRAM = """
+import os, sys
 try:
     import resource
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # if it dies, then without a file to remember it by
@@ -50,8 +55,10 @@ except (ImportError, ValueError):
     pass
 import torch
 from torch import nn
+torch.set_num_threads(1)
 layers = [(nn.Conv1d, 3, 4), (nn.Conv2d, 3, 4), (nn.Conv2d, 16, 32), (nn.ConvTranspose2d, 16, 32), (nn.Conv2d, 64, 64)]
-for dtype in (torch.bfloat16, torch.float16):
+for precision in sys.argv[1:]:
+    dtype = getattr(torch, precision)
     for kind, channels, out in layers:
         for stride in (1, 2):
             image = torch.rand(4, channels, *[9] * (1 if kind is nn.Conv1d else 2), dtype=dtype, requires_grad=True)
@@ -60,10 +67,19 @@ for dtype in (torch.bfloat16, torch.float16):
                 layer(image).sum().backward()
             except RuntimeError:  # a torch that cannot do it says so, and lives
                 pass
+if "float32" in sys.argv:
+    for channels in [3, 4, 5, 6] * 50:  # more than once: memory that is overwritten need not matter at once
+        for size in (8, 16):
+            image = torch.rand(32, channels, size, size).to(memory_format=torch.channels_last)
+            layer = nn.Conv2d(channels, 8, 1, stride=2).to(memory_format=torch.channels_last)
+            layer(image).sum().backward()
+            right = image[:, :, ::2, ::2].sum((0, 2, 3))
+            if not torch.allclose(layer.weight.grad[:, :, 0, 0], right, rtol=1e-3):
+                os.abort()
 """
 
 TRIAL: tuple[str, ...] = (sys.executable, "-W", "ignore", "-c", _PROGRAM)
-"""The command that does torch's convolutions, forward and backward."""
+"""The command that does torch's convolutions, forward and backward, in the precisions that follow."""
 
 
 @dataclass(frozen=True)
@@ -76,40 +92,35 @@ class Defect:
     @property
     def remedy(self) -> str:
         """What to do, to stand behind a colon."""
-        return f"set {CAP}={self.cap} in the environment" if self.cap else "train in float32"
+        return f"set {CAP}={self.cap} in the environment" if self.cap else "use another processor, or a GPU"
 
 
-def find_defect(trial: Sequence[str] | None = None) -> Defect | None:
+def find_defect(precisions: Sequence[str] = ("float32", "bfloat16", "float16")) -> Defect | None:
     """Try the convolutions in another process, and if it dies, again under one cap after the other.
 
-    Args:
-        trial: the command to try; ``None`` is :data:`TRIAL`, which takes the seconds that loading torch takes, and is
-            spared where there is nothing to cap.
+    It takes the seconds that loading torch takes, and none where there is nothing to cap.
     """
-    if trial is None:
-        if not exceeds_lowest_cap():
-            return None
-        trial = TRIAL
-    if (end := _end_of(trial)) is None:
+    lower = caps()
+    if not lower or (end := _end_of([*TRIAL, *precisions])) is None:
         return None
-    return Defect(end, next((cap for cap in CAPS if _end_of(trial, cap) is None), None))
+    return Defect(end, next((cap for cap in lower if _end_of([*TRIAL, *precisions], cap) is None), None))
 
 
-def exceeds_lowest_cap(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the processor claims to have more than AVX2; one that is not known counts."""
+def caps(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """The caps that change something on this processor, from the highest. All of them, where it is not known."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
-        return platform.machine().lower() in ("x86_64", "amd64")
+        return list(_LEVELS) if platform.machine().lower() in ("x86_64", "amd64") else []
     flags = {flag for line in lines if line.startswith("flags") for flag in line.split()}
-    return any(flag.startswith(("avx512", "avx10", "avx_", "amx")) for flag in flags)
+    return [cap for cap, flag in _LEVELS.items() if flag in flags][1:]
 
 
 def check_precision(precision: str, device: str | None) -> None:
     """Raise a ValueError that has the remedy, where training in this precision would end the process.
 
     Args:
-        precision: a recipe's; float32 is never tried.
+        precision: a recipe's; float32 is not tried, because its defect is one of networks narrower than the recipes'.
         device: to train on; ``None`` takes a GPU if there is one. Only a CPU is tried.
     """
     if precision == "float32":
@@ -118,19 +129,25 @@ def check_precision(precision: str, device: str | None) -> None:
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cpu") and (defect := find_defect()) is not None:
+    if device.startswith("cpu") and (defect := find_defect([precision])) is not None:
         raise ValueError(
             f"torch's convolutions in {precision} end the process on this processor ({defect.signal}): {defect.remedy}"
         )
 
 
-def after_illegal_instruction() -> str:
-    """What to do about a process that died of SIGILL, in whatever precision, to stand behind a colon."""
-    return f"set {CAP}=AVX512_CORE_BF16 in the environment, or AVX2 if that does not help"
+@functools.cache
+def remedy_after(number: int) -> str | None:
+    """What to do about a process that was ended by this signal, if the processor is to blame."""
+    if number not in _DEADLY:
+        return None
+    defect = find_defect()
+    if defect is None and number == signal.SIGILL:  # something else that the processor cannot do
+        defect = Defect("SIGILL", "AVX2")
+    return None if defect is None else defect.remedy
 
 
 def _end_of(trial: Sequence[str], cap: str | None = None) -> str | None:
     """The name of the signal that the processor ended the trial with; ``None`` for any other end."""
     environment = os.environ if cap is None else {**os.environ, CAP: cap}
-    code = subprocess.run(trial, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode
-    return signal.Signals(-code).name if -code in _DEADLY else None
+    done = subprocess.run(trial, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    return signal.Signals(-done.returncode).name if -done.returncode in _DEADLY else None
