@@ -60,6 +60,6 @@ $(VENV)-torch-%/.ready:
 		hypothesis matplotlib numpy onnx onnxruntime onnxscript pytest pytest-xdist scikit-learn
 	touch $@
 
-STUDY_TESTS := cli data download mixup package page ray report study training zoo
+STUDY_TESTS := cli data distribution download mixup package page processor ray report study training zoo
 STUDY_SOURCES := cli.py data recipes.py study training
 LIBRARY_TESTS := tests src $(STUDY_TESTS:%=--ignore=tests/test_%.py) $(STUDY_SOURCES:%=--ignore=src/balnorm/%)
