@@ -408,7 +408,7 @@ def zoo(rounds: int) -> Iterable[str]:  # noqa: ARG001
         for name, size in networks.items():
             torch.manual_seed(0)
             result = trial(*build(library, name))
-            norms = sum(row.kind.startswith(("BatchNorm", "SyncBatchNorm")) for row in result.report.rows)
+            norms = sum(row.is_norm for row in result.report.rows)
             share = f"{result.balanced} of {result.convolutions}"
             kept = f"{norms - len(result.report.removed)} of {norms}"
             loss = f"{result.loss:.2f}" + ("" if result.finite else ", gradients not finite")

@@ -24,6 +24,8 @@ from balnorm.surgery._attribution import attribute
 from balnorm.surgery._flow import data_flow, recorded, traced
 from balnorm.surgery._model import undisturbed
 
+may_balance_nothing = pytest.mark.filterwarnings("ignore:convert balances nothing")
+
 
 def conv(inputs, outputs, kernel=3, **options):
     return nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False, **options)
@@ -273,6 +275,13 @@ def test_a_norm_without_scale_and_shift_leaves_none():
     assert [name for name, _ in layer.named_parameters()] == ["weight"]
 
 
+def test_a_gain_that_is_not_to_be_learned_gets_no_gradient():
+    """It was a buffer that required a gradient."""
+    layer = convert(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4)), affine=False)[0][0]
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+    assert not layer.gain.requires_grad
+
+
 def test_options_override_what_the_norm_says():
     layer = convert(MODELS["sequential"](), momentum=0.5, signed_input=True, output_scale=1.0)[0][3]
     assert (layer.momentum, layer.signed_input, layer.output_scale.item()) == (0.5, True, 1.0)
@@ -439,9 +448,10 @@ def test_what_cannot_be_attributed_stays_and_the_report_says_why(name, traceable
     model = build() if traceable else Untraceable(build())
     original = str(model)
     x = torch.rand(2, 3, 8, 8)
-    model, report = convert(model, example_input=x)
+    with pytest.warns(UserWarning, match=r"convert balances nothing in this \w+: no layer can do the work"):
+        model, report = convert(model, example_input=x)
     assert str(model) == original
-    reasons = [row.why.replace("inner.", "") for row in report.rows if "Norm" in row.kind]
+    reasons = [row.why.replace("inner.", "") for row in report.rows if row.is_norm]
     assert reasons
     assert all(reason in why for why in reasons), reasons
     with pytest.raises(ValueError, match="these norms would stay"):
@@ -449,6 +459,7 @@ def test_what_cannot_be_attributed_stays_and_the_report_says_why(name, traceable
     assert str(model) == original
 
 
+@may_balance_nothing
 def test_an_unknown_activation_after_the_norm_is_not_crossed():
     """x * sigmoid(x) written out: whether the norm can go is not known, so in a pre-activation network it stays."""
     block = Steps(
@@ -464,6 +475,7 @@ def test_an_unknown_activation_after_the_norm_is_not_crossed():
 # --------------------------------------------------------------------------------------------------------------------
 
 
+@may_balance_nothing
 def test_skipped_modules_stay_with_their_norm():
     model, report = convert(MODELS["sequential"](), skip="0")
     assert report.balanced == ["3"]
@@ -474,6 +486,80 @@ def test_skipped_modules_stay_with_their_norm():
         convert(MODELS["sequential"](), skip=["layer9"])
     convert(MODELS["sequential"](), skip="1", strict=True)
     convert(pre_activation_network(last_norm=False), skip="2.shortcut", strict=True)  # its norm stays, as asked too
+
+
+def test_layers_without_a_norm_are_balanced_if_asked_for():
+    """The transposed convolutions of a U-Net stayed what they were, and nothing could be done about it."""
+
+    def network():
+        def forward(self, x):
+            inside = self.encoder(x)
+            upsampled = self.up(F.max_pool2d(inside, 2))
+            return self.head(self.decoder(torch.cat([upsampled, inside], 1)))
+
+        encoder = nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU())
+        decoder = nn.Sequential(conv(12, 8), nn.BatchNorm2d(8), nn.ReLU())
+        up = nn.Sequential(nn.ConvTranspose2d(8, 4, 2, stride=2))
+        return Steps(forward, encoder=encoder, up=up, decoder=decoder, head=conv(8, 2, 1))
+
+    x = torch.rand(2, 3, 8, 8)
+    assert convert(network())[1].kept == ["up.0", "head"]
+    model = network()
+    weight, bias = model.up[0].weight, model.up[0].bias.detach().clone()
+    model, report = convert(model, include="up", example_input=x, mass="position")
+    assert report.kept == ["head"]
+    assert "up.0       ConvTranspose2d  balanced  included, as asked" in str(report)
+    assert model.up[0].weight is weight
+    assert torch.equal(model.up[0].bias, bias)
+    assert (type(model.up[0]), model.up[0].mass) == (BalNormConvTranspose2d, "position")
+    loss(model, x).backward()
+    assert model.up[0].gain.grad.isfinite().all()
+
+    _, report = convert(network(), include=["*"], skip="head", strict=True)
+    assert report.kept == ["head"]  # skip wins
+    assert [row.why for row in report.rows if row.layer == "decoder.0"] == [
+        "decoder.1 follows it, its input can be negative"
+    ]
+    with pytest.raises(ValueError, match="include='lateral' matches no module"):
+        convert(network(), include="lateral")
+    with pytest.raises(ValueError, match=r"include='encoder\.2' matches no convolution and no linear layer"):
+        convert(network(), include=["up", "encoder.2"])
+
+
+def test_linear_layers_are_included_too():
+    model, report = convert(nn.Sequential(nn.ReLU(), nn.Linear(4, 2)), include="1", mass="position", strict=True)
+    assert type(model[1]) is BalNormLinear
+    assert report.balanced == ["1"]
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_converting_what_has_no_batch_norm_warns(dry_run):
+    """It passed in silence, and people trained what they took for a BalNorm network."""
+    model = nn.Sequential(conv(3, 8), nn.GroupNorm(2, 8), nn.ReLU())
+    with pytest.warns(UserWarning, match="convert balances nothing in this Sequential: it has no BatchNorm") as caught:
+        convert(model, dry_run=dry_run)
+    assert caught[0].filename == __file__
+    with pytest.raises(ValueError, match="strict=True, and convert balances nothing"):
+        convert(model, strict=True, dry_run=dry_run)
+
+
+def test_what_was_asked_for_or_done_before_is_no_reason_to_warn():
+    model = MODELS["sequential"]()
+    convert(model, skip="*", strict=True)
+    convert(model, strict=True)
+    convert(model, strict=True)
+    convert(model, strict=True, skip="*")
+
+
+def test_taking_what_convert_returns_for_the_model():
+    """It ended in "'tuple' object is not callable"."""
+    model = convert(MODELS["sequential"]())
+    for mistake in (lambda: model(torch.rand(1, 3, 8, 8)), lambda: model.train().eval(), lambda: fold(model)):
+        with pytest.raises((TypeError, AttributeError), match=r"write model, report = convert\(model\)"):
+            mistake()
+    assert not hasattr(model, "parameters")
+    assert isinstance(model, tuple)
+    assert pickle.loads(pickle.dumps(model))[1] == copy.deepcopy(model)[1] == model[1]
 
 
 def test_bad_options_fail_before_anything_changes():
@@ -577,6 +663,7 @@ class OwnLayer(nn.Module):
     ],
     ids=["after a layer that is not torch's", "of a converted input", "of a changed input"],
 )
+@may_balance_nothing
 def test_a_norm_is_not_taken_from_something_else(model):
     """Such norms went away because of the convolution that they feed, and left what they normalised without."""
     assert not convert(model)[1].removed
@@ -594,6 +681,7 @@ class Optional(nn.Module):
         return (self.norm(y), y) if context is None else self.norm(y) * context
 
 
+@may_balance_nothing
 def test_optional_arguments_are_at_their_defaults():
     """A symbol is not None: tracing took the branch of a call that nobody makes."""
     assert not convert(Optional())[1].removed
@@ -639,12 +727,14 @@ class Output:
         self.y, self.raw = y, raw
 
 
+@may_balance_nothing
 def test_outputs_inside_objects_count():
     """The raw output leaves the model inside an object; its norm was removed all the same."""
     model = Steps(lambda self, x: Output(self.norm(y := self.conv(x)), y), conv=conv(3, 3), norm=nn.BatchNorm2d(3))
     assert not convert(model, example_input=torch.rand(2, 3, 8, 8))[1].removed
 
 
+@may_balance_nothing
 def test_a_positional_true_is_not_in_place():
     """mean((2, 3), True) keeps a dimension, and does not write into its input."""
     model = Steps(
@@ -692,6 +782,7 @@ def test_a_block_named_after_its_norm_is_no_norm():
     assert [row.layer for row in report.rows] == ["0.0", "0.1"]
 
 
+@may_balance_nothing
 def test_a_norm_over_another_dimension_is_no_linear_layers():
     """BatchNorm1d of (N, 16, 16) goes over the second dimension, the linear layer over the last."""
     model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16))
@@ -700,6 +791,7 @@ def test_a_norm_over_another_dimension_is_no_linear_layers():
     assert convert(model, example_input=torch.rand(2, 4))[1].removed
 
 
+@may_balance_nothing
 def test_reading_the_dtype_of_a_weight_is_no_use_of_it():
     for build in (lambda m: m, Untraceable):
         model = Steps(
@@ -741,6 +833,7 @@ def test_synchronisation_can_be_switched_off():
     assert (layer.sync_stats, layer.process_group) == (False, None)
 
 
+@may_balance_nothing
 def test_a_replaced_forward_stays():
     model = nn.Sequential(conv(3, 3), nn.BatchNorm2d(3))
     model[0].forward = lambda x: x

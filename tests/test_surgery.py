@@ -164,8 +164,17 @@ def test_a_compiled_model_is_updated():
 
 
 def test_other_batches_are_refused():
-    with pytest.raises(TypeError, match=r"a batch must be a tensor, or a tuple or list .*, got a dict"):
+    with pytest.raises(TypeError, match=r"a batch must be a tensor, or a tuple or list .*, got a dict: .*forward="):
         update_stats([{"image": torch.rand(2, 1, 3, 3)}], BalNormConv2d(1, 2, 1))
+
+
+def test_batches_of_any_kind_with_a_function_that_runs_the_model():
+    model = nn.Sequential(BalNormConv2d(1, 2, 1))
+    batches = [{"image": torch.full((n, 1, 2, 2), value)} for n, value in ((1, 1.0), (9, 5.0))]
+    update_stats(batches, model, forward=lambda model, batch: model(batch["image"]))
+    assert model[0].running_mass.item() == pytest.approx(4.6)
+    with pytest.raises(ValueError, match="no batch reached a balanced layer"):
+        update_stats(batches, model, forward=lambda model, batch: None)
 
 
 def test_a_failed_update_loses_nothing():

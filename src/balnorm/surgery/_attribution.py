@@ -9,13 +9,14 @@
 4. In the branch that such a norm opens, norm-conv-norm-conv, each norm stands for the convolution behind it; so the
    last convolution, which no norm follows, is balanced as well.
 5. So is a convolution that adds to a sum which such a norm normalised: nothing else would hold its size.
+6. So are layers that have no norm, where that is asked for.
 """
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping
-from typing import TypeGuard
+from typing import Literal, TypeGuard
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -47,14 +48,16 @@ _BEHIND_A_SUM = {*_BEHIND_A_NORM, "add", "cat"}
 _BEFORE_A_SUM = {*_BEHIND_A_SUM, "mul", "getitem", "slice", "split", "splitwithsizes", "chunk", "upsamplenearest"}
 
 _Fixed = Mapping[nn.Module, Because]  # the modules that have to stay
-_Partners = dict[nn.Module, tuple[nn.Module, Place]]  # the norm whose work a layer can do
+_Partners = dict[nn.Module, tuple[nn.Module | None, Place]]  # the norm whose work a layer can do
 
 
-def attribute(model: nn.Module, flow: Flow, skip: Iterable[str] = ()) -> dict[nn.Module, Decision]:
+def attribute(
+    model: nn.Module, flow: Flow, skip: Iterable[str] = (), include: Iterable[str] = ()
+) -> dict[nn.Module, Decision]:
     """Decide what is to become of every layer and every norm of a model, in the model's order."""
     # Rule 1: what has to stay
     candidates = [module for module in model.modules() if _is_layer(module) or is_batch_norm(module)]
-    skipped = _named(model, skip)
+    skipped, included = _named(model, "skip", skip), _named(model, "include", include)
     fixed = {module: because for module in candidates if (because := _why_fixed(module, flow, skipped))}
     layers: list[nn.Module] = [module for module in candidates if _is_layer(module) and module not in fixed]
     norms = [module for module in candidates if is_batch_norm(module) and module not in fixed]
@@ -73,6 +76,10 @@ def attribute(model: nn.Module, flow: Flow, skip: Iterable[str] = ()) -> dict[nn
     others = [layer for layer in layers if layer not in partners]
     summed = {layer: norm for layer in others if (norm := _norm_of_the_sum(layer, flow, feeding))}
     partners |= {layer: (norm, Place.BEHIND_A_SUM) for layer, norm in summed.items()}
+
+    # Rule 6: layers that are asked for
+    asked_for = included - following.keys() - partners.keys()
+    partners |= {layer: (None, Place.NOWHERE) for layer in layers if layer in asked_for}
 
     decided: dict[nn.Module, Decision] = {
         **{module: Kept((because,)) for module, because in fixed.items()},
@@ -108,14 +115,17 @@ def _is_signed(layer: nn.Module, flow: Flow) -> bool:
     return not all(source.nonnegative for call in flow.by_module[layer] for source in call.inputs)
 
 
-def _named(model: nn.Module, patterns: Iterable[str]) -> set[nn.Module]:
+def _named(model: nn.Module, option: Literal["skip", "include"], patterns: Iterable[str]) -> set[nn.Module]:
     """The modules whose names match, with all that is inside them."""
     found = set[nn.Module]()
-    for pattern in patterns:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
         roots = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
+        modules = {module for root in roots for module in root.modules()}
         if not roots:
-            raise ValueError(f"skip={pattern!r} matches no module; see model.named_modules() for their names")
-        found.update(module for root in roots for module in root.modules())
+            raise ValueError(f"{option}={pattern!r} matches no module; see model.named_modules() for their names")
+        if option == "include" and not any(_is_layer(module) for module in modules):
+            raise ValueError(f"include={pattern!r} matches no convolution and no linear layer")
+        found |= modules
     return found
 
 
@@ -262,7 +272,7 @@ def _along_branches(openings: Iterable[nn.Module], partners: _Partners, flow: Fl
         fed = _fed(norm, flow, fixed)
         for layer in fed.layers if isinstance(fed, Removed) else ():
             its_norm, _ = partners.get(layer) or found.setdefault(layer, (norm, Place.FEEDS))
-            if its_norm not in norms:
+            if its_norm and its_norm not in norms:
                 norms.append(its_norm)
     return found
 

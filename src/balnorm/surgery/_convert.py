@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from balnorm.layers import BALANCED, BalNormConv2d
+from balnorm.layers import BALANCED, BalNormConv2d, BalNormLayer
 from balnorm.surgery._attribution import attribute, is_batch_norm, is_norm_act
 from balnorm.surgery._decisions import Action, Balanced, Because, Decision, Kept, Place, Reason, Removed, explain
 from balnorm.surgery._flow import data_flow
@@ -66,6 +67,7 @@ def convert(
     *,
     example_input: Tensor | tuple[Any, ...] | None = None,
     skip: str | Iterable[str] = (),
+    include: str | Iterable[str] = (),
     strict: bool = False,
     dry_run: bool = False,
     **options: Any,
@@ -90,7 +92,10 @@ def convert(
             traced symbolically, and for linear layers. Where it has negative values, the layers that get it count as
             signed.
         skip: names of modules to leave alone, with all that is inside them; ``*`` and ``?`` as in file names.
-        strict: raise a ValueError, and change nothing, if a BatchNorm would stay (other than by ``skip``).
+        include: names, likewise, of layers to balance even though they have no BatchNorm, such as the transposed
+            convolutions of a U-Net.
+        strict: raise a ValueError, and change nothing, if a BatchNorm would stay (other than by ``skip``), or if there
+            is nothing to balance. Without it, the latter is a warning.
         dry_run: only report.
         **options: for every balanced layer, e.g. ``mass="position"`` or ``one_pass=False``; they override what comes
             from the norm. See :class:`~balnorm.BalNormConv2d`.
@@ -109,10 +114,20 @@ def convert(
     """
     refuse_wrapped(model, "convert")
     BalNormConv2d(2, 2, 1, device="meta", **options)  # a bad option fails here, before anything is done
-    decisions = attribute(model, data_flow(model, example_input), [skip] if isinstance(skip, str) else skip)
+    decisions = attribute(model, data_flow(model, example_input), skip, include)
     names = {module: name for name, module in model.named_modules()}
-    if strict:
-        _refuse_norms_that_stay(decisions, names)
+    left = [
+        f"{names[module]}: {explain(decision, names)}"
+        for module, decision in decisions.items()
+        if is_batch_norm(module) and isinstance(decision, Kept) and not decision.depends_on(Reason.SKIPPED)
+    ]
+    if strict and left:
+        raise ValueError(f"strict=True, and these norms would stay: {'; '.join(left)}")
+    if nothing := _why_nothing(decisions, left):
+        message = f"convert balances nothing in this {type(model).__name__}: {nothing}"
+        if strict:
+            raise ValueError(f"strict=True, and {message}")
+        warnings.warn(message, stacklevel=2)
     if not dry_run:
         new = dict[nn.Module, nn.Module]()
         for module, decision in decisions.items():
@@ -121,7 +136,31 @@ def convert(
             elif isinstance(decision, Removed):
                 new[module] = _without_norm(module, decision)
         replace_modules(model, new)
-    return model, _report(decisions, names)
+    return _Conversion((model, _report(decisions, names)))
+
+
+class _Conversion(tuple[Any, Any]):
+    """A model and a report, which says so to those who take it for the model."""
+
+    __slots__ = ()
+    _message = "convert returns two things: write model, report = convert(model)"
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(self._message)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"there is no {name} here: {self._message}")
+
+
+def _why_nothing(decisions: Mapping[nn.Module, Decision], left: Sequence[str]) -> str | None:
+    """Why there is nothing to balance, unless that was asked for, or was done before."""
+    if any(isinstance(it, BalNormLayer) or isinstance(decision, Balanced) for it, decision in decisions.items()):
+        return None
+    if left:
+        return f"no layer can do the work of its BatchNorms ({left[0]}{'; ...' if len(left) > 1 else ''})"
+    if any(is_batch_norm(module) for module in decisions):
+        return None
+    return "it has no BatchNorm, and include=... names no layer to balance without one"
 
 
 def _report(decisions: Mapping[nn.Module, Decision], names: Mapping[nn.Module, str]) -> ConversionReport:
@@ -135,25 +174,15 @@ def _report(decisions: Mapping[nn.Module, Decision], names: Mapping[nn.Module, s
     )
 
 
-def _refuse_norms_that_stay(decisions: Mapping[nn.Module, Decision], names: Mapping[nn.Module, str]) -> None:
-    left = [
-        f"{names[module]}: {explain(decision, names)}"
-        for module, decision in decisions.items()
-        if is_batch_norm(module) and isinstance(decision, Kept) and not decision.depends_on(Reason.SKIPPED)
-    ]
-    if left:
-        raise ValueError(f"strict=True, and these norms would stay: {'; '.join(left)}")
-
-
 def _balanced_layer(layer: nn.Module, decision: Balanced, options: dict[str, Any]) -> nn.Module:
-    norm, place = decision.norm, decision.place
-    assert isinstance(norm, _BatchNorm)
-    taken_over: dict[str, Any] = {
-        "momentum": norm.momentum,
-        "track_running_stats": norm.track_running_stats,
-        "signed_input": decision.signed,
-        "affine": norm.affine or place is not Place.FOLLOWS,
-    }
+    norm, follows = decision.norm, decision.place is Place.FOLLOWS
+    taken_over: dict[str, Any] = {"signed_input": decision.signed}
+    if isinstance(norm, _BatchNorm):
+        taken_over |= {
+            "momentum": norm.momentum,
+            "track_running_stats": norm.track_running_stats,
+            "affine": norm.affine or not follows,
+        }
     if isinstance(norm, nn.SyncBatchNorm) and options.get("sync_stats", True):
         taken_over |= {"sync_stats": True, "process_group": norm.process_group}
     kind = BALANCED[type(layer)]
@@ -161,7 +190,7 @@ def _balanced_layer(layer: nn.Module, decision: Balanced, options: dict[str, Any
         options = {name: value for name, value in options.items() if name != "mass"}
     balanced = kind._from_plain(layer, {**taken_over, **options})
     balanced.weight = layer.get_parameter("weight")  # the same object: parameters that are shared stay shared
-    if place is Place.FOLLOWS:
+    if isinstance(norm, _BatchNorm) and follows:
         # What the layer's own bias added, the norm took away again.
         balanced.bias = None
         if norm.affine:
@@ -169,7 +198,7 @@ def _balanced_layer(layer: nn.Module, decision: Balanced, options: dict[str, Any
                 balanced.bias = nn.Parameter(norm.bias.detach().to(balanced.gain).clone(), norm.bias.requires_grad)
             with torch.no_grad():
                 balanced.gain.copy_(norm.weight)
-            balanced.gain.requires_grad_(norm.weight.requires_grad)
+            balanced.gain.requires_grad_(isinstance(balanced.gain, nn.Parameter) and norm.weight.requires_grad)
     return balanced
 
 

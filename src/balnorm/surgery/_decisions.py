@@ -15,11 +15,12 @@ Action = Literal["balanced", "removed", "kept"]
 
 
 class Place(Enum):
-    """Where a norm stands, seen from a layer; the value says so in a report, of the norm ``{}``."""
+    """Where a norm stands, seen from a layer that is balanced; the value says so in a report, of the norm ``{}``."""
 
     FOLLOWS = "{} follows it"
     FEEDS = "{} feeds it"
     BEHIND_A_SUM = "{} normalised what it contributed to"
+    NOWHERE = "included, as asked"
 
 
 class Reason(Enum):
@@ -64,10 +65,10 @@ class Because:
 
 @dataclass(frozen=True)
 class Balanced:
-    """A layer becomes a balanced one, and does the work of a norm."""
+    """A layer becomes a balanced one, and does the work of a norm, if there is one."""
 
     action: ClassVar[Action] = "balanced"
-    norm: nn.Module
+    norm: nn.Module | None
     place: Place
     signed: bool
     """Whether the layer's input can be negative."""
@@ -103,7 +104,7 @@ Decision = Balanced | Removed | Kept
 def explain(decision: Decision, names: Mapping[nn.Module, str]) -> str:
     """Why it was decided so, in the words of a report."""
     if isinstance(decision, Balanced):
-        why = decision.place.value.format(names[decision.norm])
+        why = decision.place.value.format(names[decision.norm] if decision.norm else "")
         return f"{why}, its input can be negative" if decision.signed else why
     if isinstance(decision, Removed):
         layers = ", ".join(names[layer] for layer in decision.layers)

@@ -43,11 +43,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(values)
 
 
-def input_of_batch(batch: Any, model: nn.Module) -> Tensor:
+def input_of_batch(batch: Any, model: nn.Module, otherwise: str = "") -> Tensor:
     """The model's input, from what a loader gives: a tensor, or a tuple or list that starts with one."""
     x = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if not isinstance(x, Tensor):
-        raise TypeError(f"a batch must be a tensor, or a tuple or list that starts with one, got a {type(x).__name__}")
+        expected = "a batch must be a tensor, or a tuple or list that starts with one"
+        raise TypeError(f"{expected}, got a {type(x).__name__}{otherwise}")
     place = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), x.device)
     return x.to(place)
 

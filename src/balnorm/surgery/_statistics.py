@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from balnorm.surgery._model import ModelT, input_of_batch, undisturbed
 __all__ = ["freeze_stats", "unfreeze_stats", "update_stats"]
 
 
-def update_stats(loader: Iterable[Any], model: nn.Module) -> None:
+def update_stats(
+    loader: Iterable[Any], model: nn.Module, *, forward: Callable[[nn.Module, Any], object] | None = None
+) -> None:
     """Re-estimate the running mass of every balanced layer, exactly, over the batches of ``loader``.
 
     For models whose weights were not those of the training steps: averaged ones (EMA, SWA, schedule-free) or edited
@@ -29,6 +31,8 @@ def update_stats(loader: Iterable[Any], model: nn.Module) -> None:
     Args:
         loader: gives batches: tensors, or tuples or lists whose first item is the model's input.
         model: any module, with or without ``AveragedModel`` around it.
+        forward: runs the model on a batch of another kind, as in ``lambda model, batch: model(batch["image"])``; it has
+            to bring the batch to the model's device, too. What it returns is not used.
 
     Example:
         >>> from balnorm import BalNormConv2d
@@ -55,7 +59,10 @@ def update_stats(loader: Iterable[Any], model: nn.Module) -> None:
             handles.append(layer.register_forward_hook(sums[layer].after, prepend=True))
         try:
             for batch in loader:
-                model(input_of_batch(batch, model))
+                if forward is None:
+                    model(input_of_batch(batch, model, otherwise=": for others, give forward=..."))
+                else:
+                    forward(model, batch)
         finally:
             for handle in handles:
                 handle.remove()
