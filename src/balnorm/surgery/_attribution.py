@@ -243,11 +243,13 @@ def _fed(norm: nn.Module, flow: Flow, fixed: _Fixed) -> Removed | Because:
                 layers[user.module] = None
             elif user.name not in _BEHIND_A_NORM:
                 return Because(Reason.FEEDS_NO_LAYER, _what(user))
-            elif user.in_place and user.module is None:
+            elif not user.in_place:
+                steps.append(user)
+            elif user.module is None:
                 return Because(Reason.CHANGED_IN_PLACE, user.name)
             else:
                 steps.append(user)
-                in_place += [user.module] if user.in_place and user.module else []
+                in_place.append(user.module)
     return Removed(Place.FEEDS, tuple(layers), tuple(in_place)) if layers else Because(Reason.FEEDS_NOTHING)
 
 
