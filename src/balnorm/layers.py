@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -16,6 +17,7 @@ from balnorm.core.balance import balance
 from balnorm.core.geometry import Geometry, geometry_of, linear_geometry
 from balnorm.core.options import LayerOptions, Options
 from balnorm.core.plan import Plan
+from balnorm.core.torch_private import torch_transforms_the_program
 from balnorm.init import balanced_normal_, unit_variance_scale
 
 if TYPE_CHECKING:
@@ -31,9 +33,17 @@ __all__ = [
     "BalNormConvTranspose3d",
     "BalNormLayer",
     "BalNormLinear",
+    "BalNormWarning",
     "LayerOptions",
     "layer_mass",
 ]
+
+
+class BalNormWarning(UserWarning):
+    """A balanced layer that cannot work as it is used: its input cancels, or it has no statistics yet.
+
+    Each layer warns once. ``warnings.simplefilter("ignore", BalNormWarning)`` switches it off.
+    """
 
 
 class BalNormLayer(nn.Module):
@@ -78,6 +88,8 @@ class BalNormLayer(nn.Module):
         self.options = LayerOptions.of(f"{type(self).__name__}()", keywords)
         self._plan = Plan(layer_geometry(self), self.options)
         self.stats_frozen = False
+        self._early_batches = _EARLY_BATCHES
+        self._warned: set[str] = set()
         like: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
         outputs, inputs, kernel = self.weight.shape[0], self.weight.shape[1] * self.groups, self.weight.shape[2:]
         if self.transposed:
@@ -123,6 +135,7 @@ class BalNormLayer(nn.Module):
         if self.running_mass is not None and self.num_batches_tracked is not None:
             self.running_mass.fill_(1)
             self.num_batches_tracked.zero_()
+        self._early_batches = _EARLY_BATCHES
 
     def effective_weight(self, input: Tensor | None = None, output_size: Sequence[int] | None = None) -> Tensor:
         """The weight w'' that the layer uses: balanced for a mass, times the gain and the output scale.
@@ -132,7 +145,7 @@ class BalNormLayer(nn.Module):
             output_size: of a transposed convolution, where ``forward`` is given one.
         """
         if input is not None:
-            mass = conv.input_mass(input, Plan(layer_geometry(self, input, output_size), self.options))
+            mass = conv.input_mass(input, layer_plan(self, input, output_size))
         elif self.running_mass is not None:
             mass = self.running_mass.clone()  # backward may need it after the buffer has changed
         else:
@@ -144,6 +157,8 @@ class BalNormLayer(nn.Module):
         return balance(self.weight, mass, gain, self.options.one_pass, self.groups, transposed=self.transposed)
 
     def _forward(self, input: Tensor, plan: Plan) -> Tensor:
+        if not torch.compiler.is_compiling() and self._early_batches:  # in this order: it must not become a guard
+            self._look_at(input)
         return conv.balanced_conv(
             input,
             self.weight,
@@ -156,8 +171,46 @@ class BalNormLayer(nn.Module):
             self.num_batches_tracked,
         )
 
+    def train(self, mode: bool = True) -> Self:
+        if self.training and not mode:
+            self.check_statistics()
+        return super().train(mode)
+
+    def check_statistics(self, name: str | None = None) -> None:
+        """Warn, once, if the running mass shows that the input cancels. ``eval()``, ``fold`` and saving call it.
+
+        It reads values, so it waits for the device.
+        """
+        mass = self.running_mass
+        if self.options.signed_input or mass is None or not _is_readable(mass):
+            return
+        total, magnitude = mass.sum().item(), mass.abs().sum().item()
+        if total < _CANCELLING * magnitude:
+            warn(self, _CANCELS, name)
+
+    def _look_at(self, input: Tensor) -> None:
+        """Look at the values of a few early batches, where a mistake shows and waiting for the device costs little."""
+        if torch_transforms_the_program() or not _is_readable(input) or not _is_readable(self.weight):
+            return
+        self._early_batches -= 1
+        if self.training and not self.stats_frozen:
+            if not self.options.signed_input and input.numel():
+                values = input.detach()
+                if values.sum() < _CANCELLING * values.abs().sum():
+                    warn(self, _CANCELS)
+        elif self.num_batches_tracked is not None and self.num_batches_tracked == 0:
+            warn(self, _NO_STATISTICS)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self.check_statistics()
+        super()._save_to_state_dict(*args)
+
     def fuse(self) -> nn.Module:
         """A plain torch layer with the output that this one has in eval mode."""
+        if self.num_batches_tracked is not None and _is_readable(self.num_batches_tracked):
+            if self.num_batches_tracked == 0:
+                warn(self, _NO_STATISTICS)
+            self.check_statistics()
         # On the meta device torch's constructor spends neither time nor random numbers on values that go anyway.
         plain = self.plain(**self._shared_arguments(self), bias=self.bias is not None, device="meta")
         plain.weight = _parameter(self.effective_weight(), self.weight.requires_grad)
@@ -313,9 +366,7 @@ class _BalNormConvTranspose(BalNormLayer):
         return cls._from_plain(conv, options)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        plan = self._plan
-        if output_size is not None:
-            plan = Plan(layer_geometry(self, input, output_size), self.options)
+        plan = self._plan if output_size is None else layer_plan(self, input, output_size)
         return self._forward(input, plan)
 
     def _unit_variance_scale(self) -> float:
@@ -523,6 +574,11 @@ def layer_geometry(layer: nn.Module, input: Tensor | None = None, output_size: S
     return geometry._replace(output_padding=tuple(output_padding))
 
 
+def layer_plan(layer: BalNormLayer, input: Tensor, output_size: Sequence[int] | None = None) -> Plan:
+    """How a balanced layer computes for this input and output size."""
+    return Plan(layer_geometry(layer, input, output_size), layer.options)
+
+
 def layer_mass(layer: nn.Module, input: Tensor, output_size: Sequence[int] | None = None, **options: Any) -> Tensor:
     """The mass of ``input`` for a convolution or linear layer, balanced or plain, whatever the options of the layer."""
     return conv.input_mass(input, Plan(layer_geometry(layer, input, output_size), Options(**options)))
@@ -531,6 +587,31 @@ def layer_mass(layer: nn.Module, input: Tensor, output_size: Sequence[int] | Non
 def _parameter(values: Tensor, requires_grad: bool) -> nn.Parameter:
     """A parameter of its own storage, in the memory format of ``values``."""
     return nn.Parameter(values.detach().clone(), requires_grad=requires_grad)
+
+
+_EARLY_BATCHES = 3
+_CANCELLING = 0.2
+"""Inputs whose sum is less than this part of the sum of their magnitudes cancel. Behind SiLU it is about a half."""
+_CANCELS = (
+    "{} gets negative inputs about as often as positive ones: its mass cancels, and its outputs can be of any size. "
+    "Feed it values that are not negative (pixels in [0, 1], not mean-subtracted ones), or give it signed_input=True"
+)
+_NO_STATISTICS = (
+    "{} has no statistics yet: its running mass is all ones, and its output is not what it was trained for. Train it, "
+    "or estimate them with balnorm.update_stats(loader, model)"
+)
+
+
+def warn(layer: BalNormLayer, message: str, name: str | None = None) -> None:
+    """Warn about a layer, if it is the first time."""
+    if message not in layer._warned:
+        layer._warned.add(message)
+        warnings.warn(message.format(name or repr(layer)), BalNormWarning, stacklevel=3)
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor has values that can be looked at: not on the meta device, and no subclass without any."""
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
 
 
 _FIELDS = dataclasses.fields(LayerOptions)
