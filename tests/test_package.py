@@ -28,6 +28,8 @@ ROOMS = {  # the order inside a folder, where it is kept
         "_flow",
         "_decisions",
         "_attribution",
+        "_scale",
+        "_calibrate",
         "_convert",
         "_fold",
         "_statistics",

@@ -22,8 +22,17 @@ if TYPE_CHECKING:
         BalNormConvTranspose3d,
         BalNormLayer,
         BalNormLinear,
+        BalNormWarning,
     )
-    from balnorm.surgery import convert, fold, freeze_stats, param_groups, unfreeze_stats, update_stats
+    from balnorm.surgery import (
+        convert,
+        fold,
+        freeze_stats,
+        param_groups,
+        scale_to_data,
+        unfreeze_stats,
+        update_stats,
+    )
 
 __all__ = [
     "BalNormConv1d",
@@ -34,6 +43,7 @@ __all__ = [
     "BalNormConvTranspose3d",
     "BalNormLayer",
     "BalNormLinear",
+    "BalNormWarning",
     "__version__",
     "backend",
     "balance_report",
@@ -41,6 +51,7 @@ __all__ = [
     "fold",
     "freeze_stats",
     "param_groups",
+    "scale_to_data",
     "unfreeze_stats",
     "update_stats",
 ]

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from balnorm.layers import BALANCED, BalNormConv2d, BalNormLayer
 from balnorm.surgery._attribution import attribute, is_batch_norm, is_norm_act
+from balnorm.surgery._calibrate import match, measure, one_batch
 from balnorm.surgery._decisions import Action, Balanced, Because, Decision, Kept, Place, Reason, Removed, explain
 from balnorm.surgery._flow import data_flow
 from balnorm.surgery._model import ModelT, refuse_wrapped, replace_modules
@@ -68,6 +69,7 @@ def convert(
     example_input: Tensor | tuple[Any, ...] | None = None,
     skip: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
+    calibrate: Any = None,
     strict: bool = False,
     dry_run: bool = False,
     **options: Any,
@@ -81,8 +83,9 @@ def convert(
     why.
 
     A balanced layer keeps the weight, as the same parameter object, and takes over the scale (as its gain), shift,
-    momentum and synchronisation of the norm that followed. A balanced layer does not compute what the pair computed, so
-    the converted model has to be trained, or trained on.
+    momentum and synchronisation of the norm that followed. A balanced layer does not compute what the pair computed. A
+    trained network survives with ``calibrate``: gains, biases and statistics are then set so that every output channel
+    has the mean and the standard deviation that it had, and most of the accuracy stays; training on brings back more.
     Layers whose input can be negative, as far as the data flow tells, get ``signed_input=True``. Convert first; make
     the optimiser, wrap in DDP and compile then.
 
@@ -94,6 +97,9 @@ def convert(
         skip: names of modules to leave alone, with all that is inside them; ``*`` and ``?`` as in file names.
         include: names, likewise, of layers to balance even though they have no BatchNorm, such as the transposed
             convolutions of a U-Net.
+        calibrate: unlabelled data of the kind that a trained ``model`` was trained on: a batch, or a loader whose
+            batches are taken together (a few hundred samples are enough). Behind a norm that follows its layer, the
+            norm's output is matched; elsewhere, as in pre-activation networks, that of the layer itself.
         strict: raise a ValueError, and change nothing, if a BatchNorm would stay (other than by ``skip``), or if there
             is nothing to balance. Without it, the latter is a warning.
         dry_run: only report.
@@ -135,7 +141,11 @@ def convert(
                 new[module] = _balanced_layer(module, decision, options)
             elif isinstance(decision, Removed):
                 new[module] = _without_norm(module, decision)
+        batch = None if calibrate is None else one_batch(calibrate, model)
+        targets = {} if batch is None else measure(model, decisions, batch)
         replace_modules(model, new)
+        if batch is not None:
+            match(model, {new[layer]: target for layer, target in targets.items()}, batch)  # type: ignore[misc]
     return _Conversion((model, _report(decisions, names)))
 
 

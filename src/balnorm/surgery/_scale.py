@@ -21,11 +21,11 @@ def scale_to_data(model: nn.Module, batch: Any) -> dict[str, float]:
     """Measure the ``output_scale`` of every balanced layer on a batch, so that its outputs have variance 1.
 
     The default, ``output_scale="unit_variance"``, assumes inputs like rectified Gaussians. Where means are large
-    against deviations, as behind a sigmoid or softplus or with images of low contrast, outputs come out far too small and the
-    network does not train. This sets each layer's scale in the order of the data flow, in one forward pass. Gains,
-    biases, weights and statistics stay what they are. Call it once, before training, and before averages of the weights
-    or a DDP wrapper are made; a state dict carries the scales. Where torch.distributed is initialised, all
-    processes get the same scales, from all their batches together.
+    against deviations, as behind a sigmoid or softplus, outputs come out far too small and the network does not train.
+    This sets each layer's scale in the order of the data flow, in one forward pass. Gains, biases, weights and
+    statistics stay what they are. Call it once, before training, and before averages of the weights or a DDP wrapper
+    are made; a state dict carries the scales. Where torch.distributed is initialised, all processes get the same
+    scales, from all their batches together.
 
     It does not help everywhere: where most taps of a kernel meet padding (3x3 kernels on single pixels), large measured
     scales made training less stable.

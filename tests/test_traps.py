@@ -1,0 +1,218 @@
+"""What used to go wrong in silence, in other people's hands: each of these is a warning, or works now."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from balnorm import (
+    BalNormConv2d,
+    BalNormConvTranspose2d,
+    BalNormLinear,
+    BalNormWarning,
+    convert,
+    fold,
+    scale_to_data,
+    update_stats,
+)
+
+
+def signed_images():
+    return torch.randn(8, 3, 8, 8)
+
+
+# Inputs that cancel -------------------------------------------------------------------------------------------------
+
+
+def test_mean_subtracted_pixels_are_noticed_once():
+    layer = BalNormConv2d(3, 4, 3)
+    with pytest.warns(BalNormWarning, match=r"BalNormConv2d\(3, 4, .*\) gets negative .* \[0, 1\].* signed_input=True"):
+        layer(signed_images())
+    layer(signed_images())  # and a second warning would be an error
+    layer.eval()
+    layer.state_dict()
+
+
+@pytest.mark.parametrize("options", [{"signed_input": True}, {}])
+def test_no_warning_without_a_reason(options):
+    layer = BalNormConv2d(3, 4, 3, **options)
+    images = signed_images()
+    for x in (images if options else images.relu(), F.silu(images) if not options else images, images[:0].relu()):
+        layer(x)
+    layer.eval()
+    fold(nn.Sequential(layer))
+
+
+@pytest.mark.parametrize("look", [BalNormConv2d.eval, BalNormConv2d.state_dict, BalNormConv2d.fuse])
+def test_a_running_mass_that_cancels_is_noticed_later_too(look):
+    """Early batches may look right; evaluation, saving and folding look once more."""
+    layer = BalNormConv2d(3, 4, 3)
+    for _ in range(3):
+        layer(signed_images().abs())
+    for _ in range(100):
+        layer(-signed_images().abs())
+    with pytest.warns(BalNormWarning, match="gets negative inputs"):
+        look(layer)
+
+
+def test_the_warning_can_be_switched_off():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BalNormWarning)
+        BalNormConv2d(3, 4, 3)(signed_images())
+
+
+def test_later_batches_are_not_looked_at(monkeypatch):
+    """To look at values is to wait for the device."""
+    layer = BalNormConv2d(3, 4, 3)
+    looks = []
+    monkeypatch.setattr(BalNormConv2d, "_look_at", lambda self, x: looks.append(x) or BalNormConv2d.__mro__)
+    layer._early_batches = 0
+    layer(signed_images())
+    assert not looks
+
+
+# Statistics that were never taken -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", [lambda model, x: model.eval()(x), lambda model, x: fold(model)])
+def test_statistics_that_were_never_taken_are_noticed(use):
+    model, _ = convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), example_input=torch.rand(1, 3, 5, 5))
+    with pytest.warns(BalNormWarning, match=r"has no statistics yet: .*update_stats\(loader, model\)"):
+        use(model, torch.rand(2, 3, 5, 5))
+
+
+def test_statistics_that_were_taken_are_enough():
+    model = nn.Sequential(BalNormConv2d(3, 4, 3))
+    update_stats([torch.rand(2, 3, 5, 5)], model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fold(model.eval())
+        model(torch.rand(2, 3, 5, 5))
+
+
+# A trained network survives -----------------------------------------------------------------------------------------
+
+
+def train(model, images, labels, steps=100):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(steps):
+        batch = torch.randint(0, 1500, (64,))
+        optimizer.zero_grad()
+        F.cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def accuracy(model, images, labels):
+    with torch.no_grad():
+        return (model.eval()(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
+
+
+def test_a_calibrated_network_keeps_its_accuracy(digits):
+    images, labels = digits
+    layers = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    for _ in range(4):
+        layers += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    trained = train(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10)), *digits)
+    before = accuracy(trained, images, labels)
+    uncalibrated, _ = convert(copy.deepcopy(trained))
+    update_stats(images[:512].split(256), uncalibrated)
+    calibrated, _ = convert(trained, calibrate=[(batch, None) for batch in images[:512].split(256)])
+    assert before > 0.8
+    assert accuracy(calibrated, images, labels) > before - 0.08
+    assert accuracy(calibrated, images, labels) > accuracy(uncalibrated, images, labels) + 0.03
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_channel_has_the_mean_and_deviation_that_it_had(transposed):
+    plain = nn.ConvTranspose2d(6, 8, 2, stride=2) if transposed else nn.Conv2d(6, 8, 3, padding=1)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), plain, nn.BatchNorm2d(8))
+    for norm in (model[1], model[4]):
+        nn.init.normal_(norm.weight)  # of both signs
+        nn.init.normal_(norm.bias)
+    x = torch.rand(64, 3, 8, 8)
+    model(x)
+    model.eval()
+    expected = model(x)
+    converted, _ = convert(copy.deepcopy(model), calibrate=x)
+    y = converted.eval()(x)
+    torch.testing.assert_close(y.mean((0, 2, 3)), expected.mean((0, 2, 3)), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(y.std((0, 2, 3)), expected.std((0, 2, 3)), atol=1e-3, rtol=1e-2)
+    correlation = ((y - y.mean((0, 2, 3), True)) * (expected - expected.mean((0, 2, 3), True))).mean((0, 2, 3))
+    assert (correlation > 0).float().mean() > 0.9  # a channel that the norm turned round is turned round still
+    assert converted[0].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize(
+    ("calibrate", "error", "message"), [([], ValueError, "calibrate"), (3, TypeError, "calibrate must be")]
+)
+def test_calibration_without_data_is_refused(calibrate, error, message):
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6))
+    with pytest.raises(error, match=message):
+        convert(model, calibrate=calibrate)
+    assert isinstance(model[1], nn.BatchNorm2d)
+
+
+# A scale that fits the data -----------------------------------------------------------------------------------------
+
+
+def activated(activation, **options):
+    layers = [BalNormConv2d(1, 16, 3, padding=1, **options), activation()]
+    for _ in range(3):
+        layers += [BalNormConv2d(16, 16, 3, padding=1, **options), activation()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10))
+
+
+def test_measured_scales_give_unit_variance_in_every_layer():
+    model = nn.Sequential(
+        BalNormConv2d(3, 8, 3), nn.Softplus(), BalNormConvTranspose2d(8, 6, 2, stride=2), nn.Sigmoid(), nn.Flatten(),
+        BalNormLinear(6 * 144, 12),
+    )  # fmt: skip
+    x = torch.rand(64, 3, 8, 8)
+    with torch.no_grad():
+        model[2].gain.zero_()  # as a residual branch may start: it hides nothing
+        model[2].bias.fill_(0.3)
+    before = copy.deepcopy(model.state_dict())
+    scales = scale_to_data(model, (x, None))
+    assert list(scales) == ["0", "2", "5"]
+    assert model[0](x).std().item() == pytest.approx(1.0, rel=1e-3)
+    after = model.state_dict()
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    of_the_call_above = {"0.running_mass", "0.num_batches_tracked"}
+    assert changed - of_the_call_above == {"0.output_scale", "2.output_scale", "5.output_scale"}
+    with torch.no_grad():
+        model[2].gain.fill_(1.0)
+        model[2].bias.zero_()
+    z = model[2](F.softplus(model[0](x)))
+    assert z.std().item() == pytest.approx(1.0, rel=1e-2)
+
+
+def test_with_measured_scales_sigmoid_networks_train(digits):
+    results = []
+    for measured in (False, True):
+        torch.manual_seed(0)
+        model = activated(nn.Sigmoid)
+        if measured:
+            scale_to_data(model, digits[0][:256])
+        results.append(accuracy(train(model, *digits), *digits))
+    assert results[0] < 0.3
+    assert results[1] > 0.6
+
+
+def test_a_layer_without_variance_keeps_its_scale():
+    model = nn.Sequential(BalNormConv2d(3, 4, 3))
+    scale = model[0].output_scale.clone()
+    with pytest.warns(BalNormWarning, match="0 gives the same output for every input of this batch"):
+        assert scale_to_data(model, torch.zeros(2, 3, 5, 5)) == {}
+    assert torch.equal(model[0].output_scale, scale)
+
+
+def test_scales_survive_a_state_dict():
+    model = activated(nn.Softplus)
+    scale_to_data(model, torch.rand(32, 1, 8, 8))
+    other = activated(nn.Softplus)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other[2].output_scale, model[2].output_scale)
