@@ -86,6 +86,7 @@ def test_weights_of_one_sign_give_the_bias_in_one_pass(mass, dtype, sign):
     assert layer(x).std() > 0.1  # two passes need no negative weight
 
 
+@pytest.mark.filterwarnings("ignore:.* gets negative inputs")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
 @pytest.mark.parametrize("leftover", [0.0, 1e-7, 1e-3])
@@ -172,6 +173,7 @@ def without_statistics(layer):
     return other
 
 
+@pytest.mark.filterwarnings("ignore:.* gets negative inputs")
 @pytest.mark.parametrize("one_pass", [True, False])
 @pytest.mark.parametrize(
     "mass", ["ordinary", "cancelling", "nearly cancelling", "zero", "one channel", *range(-45, 38, 3)]
