@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import balnorm.functional as BF
-from balnorm import BalNormConv2d, convert, update_stats
+from balnorm import BalNormConv2d, balance_report, convert, fold, scale_to_data, update_stats
 from cases import small_network
 
 WORLD = 2
@@ -149,6 +149,40 @@ def conversion_refuses_ddp(rank):
         convert(model)
 
 
+def sharded_models_train_on_after_they_were_looked_at(rank):
+    """FSDP2 believed its parameters gathered when they had been put back, and the next step failed."""
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:  # an older torch
+        return
+    whole, model = small_network(), small_network()
+    model.load_state_dict(whole.state_dict())
+    x = torch.rand(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    mesh = init_device_mesh("cpu", (WORLD,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for other in (whole, model):
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        for look in (lambda m: update_stats([x], m), lambda m: balance_report(m, x), lambda m: scale_to_data(m, x)):
+            look(other)
+            optimizer.zero_grad()
+            other(x).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(model(x), whole(x), atol=1e-4, rtol=1e-3)
+    for refused in (model[0].effective_weight, lambda: fold(model)):
+        with pytest.raises(RuntimeError, match=r"sharded: gather them first, with unshard\(\)"):
+            refused()
+
+
+def measured_scales_are_the_same_everywhere(rank):
+    model = small_network()
+    scale_to_data(model, torch.rand(8, 3, 6, 6, generator=torch.Generator().manual_seed(rank)) * (rank + 1))
+    scales = [torch.zeros(()) for _ in range(WORLD)]
+    dist.all_gather(scales, model[0].output_scale)
+    assert scales[0] == scales[1]
+
+
 CHECKS = {
     f"synchronised_is_one_process-{mass}-{shares[0]}-{shares[1]}": functools.partial(
         synchronised_is_one_process, mass=mass, shares=shares
@@ -167,6 +201,8 @@ CHECKS |= {
         one_process_evaluates_alone,
         updated_statistics_are_those_of_all_batches,
         conversion_refuses_ddp,
+        sharded_models_train_on_after_they_were_looked_at,
+        measured_scales_are_the_same_everywhere,
     )
 }
 

@@ -144,6 +144,11 @@ class BalNormLayer(nn.Module):
             input: take the mass of this batch, as in training mode; ``None`` takes ``running_mass``, as in eval mode.
             output_size: of a transposed convolution, where ``forward`` is given one.
         """
+        if type(self.weight) not in (Tensor, nn.Parameter) and hasattr(self.weight, "full_tensor"):
+            raise RuntimeError(
+                "the parameters of this layer are sharded: gather them first, with unshard() on the FSDP module, or "
+                "load the full state dict (get_model_state_dict of torch.distributed.checkpoint) into an unsharded model"
+            )
         if input is not None:
             mass = conv.input_mass(input, layer_plan(self, input, output_size))
         elif self.running_mass is not None:

@@ -28,6 +28,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
+            for module in modules:
+                if hasattr(module, "reshard") and hasattr(module, "unshard"):
+                    # Of FSDP2, which would believe its parameters gathered when they are put back below.
+                    module.reshard()  # type: ignore[operator]
             for module, before in zip(modules, attributes, strict=True):
                 for name, value in before.items():
                     if isinstance(value, dict) and isinstance(vars(module).get(name), dict):

@@ -93,7 +93,7 @@ def before_each_layer(model: nn.Module, action: Callable[[BalNormLayer, Tensor, 
     for layer in model.modules():
         if isinstance(layer, BalNormLayer):
             layer.train()
-            handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+            handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
     try:
         with torch.no_grad():
             yield
