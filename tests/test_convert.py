@@ -302,7 +302,7 @@ def test_layers_with_negative_inputs_are_signed():
         return [module.signed_input for module in model if isinstance(module, BalNormLayer)]
 
     pixels = torch.rand(2, 3, 8, 8)
-    assert signed(None) == [False, False, True, True, False]
+    assert signed(None) == [True, False, True, True, False]  # nothing says that pixels are in [0, 1]
     assert signed(pixels) == [False, False, True, True, False]
     assert signed(pixels - 0.5) == [True, False, True, True, False]
 

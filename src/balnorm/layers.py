@@ -147,7 +147,7 @@ class BalNormLayer(nn.Module):
         if type(self.weight) not in (Tensor, nn.Parameter) and hasattr(self.weight, "full_tensor"):
             raise RuntimeError(
                 "the parameters of this layer are sharded: gather them first, with unshard() on the FSDP module, or "
-                "load the full state dict (get_model_state_dict of torch.distributed.checkpoint) into an unsharded model"
+                "load the full state dict (torch.distributed.checkpoint.state_dict) into an unsharded model"
             )
         if input is not None:
             mass = conv.input_mass(input, layer_plan(self, input, output_size))

@@ -92,8 +92,8 @@ def convert(
     Args:
         model: any module. It is changed in place (unless ``dry_run``) and returned.
         example_input: a batch, or a tuple of arguments, that the model can be run on: needed where the model cannot be
-            traced symbolically, and for linear layers. Where it has negative values, the layers that get it count as
-            signed.
+            traced symbolically, and for linear layers. Layers that get the model's input count as signed unless an
+            example without negative values shows otherwise.
         skip: names of modules to leave alone, with all that is inside them; ``*`` and ``?`` as in file names.
         include: names, likewise, of layers to balance even though they have no BatchNorm, such as the transposed
             convolutions of a U-Net.
@@ -108,7 +108,7 @@ def convert(
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
-        >>> model, report = convert(model)
+        >>> model, report = convert(model, example_input=torch.rand(1, 3, 8, 8))
         >>> print(report)
         layer  kind         action    why
         -----  -----------  --------  --------------------------------

@@ -137,7 +137,9 @@ def traced(model: nn.Module, arguments: tuple[Any, ...] = ()) -> Flow:
             continue
         inputs = [calls[source] for source in node.all_input_nodes if source in calls]
         if node.op == "placeholder":
-            calls[node] = flow.add("input", nonnegative=not _has_negative(next(values, None)))
+            # Without an example it may be anything. For pixels in [0, 1] this changes nothing: their |x| is x.
+            value = next(values, None)
+            calls[node] = flow.add("input", nonnegative=value is not None and not _has_negative(value))
         elif node.op == "call_module":
             module = model.get_submodule(str(node.target))
             in_place = bool(getattr(module, "inplace", False))
