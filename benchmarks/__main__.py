@@ -11,6 +11,7 @@ import dataclasses
 import datetime as dt
 import functools
 import itertools
+import math
 import platform
 import statistics
 import subprocess
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from balnorm import BalNormConv2d
+from balnorm import BalNormConv2d, backend
 from balnorm.data import Images, MemoryLoader, channel_statistics
 from balnorm.norms import NORMS
 from balnorm.recipes import get_recipe
@@ -74,7 +75,8 @@ def machine() -> str:
     )
     return (
         f"{model}, {torch.get_num_threads()} threads; {platform.platform()}; Python {platform.python_version()}, "
-        f"torch {torch.__version__}. float32 throughout. A step is a forward and a backward pass. Ratios are taken "
+        f"torch {torch.__version__}, backend: {backend()}. float32 throughout. A step is a forward and a backward pass. "
+        "Ratios are taken "
         "round by round of one interleaved run (A, B, C, A, B, C, ...): median [quartiles]; n is the number of rounds."
     )
 
@@ -106,7 +108,7 @@ def networks(rounds: int) -> Iterable[str]:
     """Training steps of whole networks, eager."""
     yield "## Networks, eager"
     for name, network in NETWORKS.items():
-        shape = (network.batch, 3, network.size, network.size)
+        shape = network.shape
         steps: dict[str, Step] = {}
         layouts, saved = {}, {}
         for method in METHODS:
@@ -115,7 +117,7 @@ def networks(rounds: int) -> Iterable[str]:
             model, x = in_layout(network.build(method), shape, layouts[method])
             saved[method] = saved_bytes(model, x)
             steps[method] = training_step(model, x)
-        n = rounds if network.size < 64 else max(5, rounds // 2)
+        n = rounds if math.prod(shape) > 100_000 else 10 * rounds  # steps of a few milliseconds vary more
         times = interleaved(steps, n)
         yield f"\n### {name} (n = {n})\n"
         yield from table(
@@ -133,11 +135,11 @@ def networks(rounds: int) -> Iterable[str]:
                 [
                     method,
                     layouts[method],
-                    f"{1e3 * statistics.median(times[method]):.0f}",
+                    f"{1e3 * statistics.median(times[method]):.1f}",
                     spread(times[method], times["none"]),
                     spread(times[method], times["batchnorm"]),
                     f"{saved[method] / 2**20:.1f}",
-                    f"{saved[method] / saved['none']:.2f}",
+                    f"{saved[method] / saved['none']:.2f}" if saved["none"] else "",
                     f"{saved[method] / saved['batchnorm']:.2f}",
                 ]
                 for method in METHODS
@@ -150,9 +152,9 @@ def compiled(rounds: int) -> Iterable[str]:
     yield "## Networks, torch.compile"
     for name in list(NETWORKS)[:2]:
         network = NETWORKS[name]
-        shape = (network.batch, 3, network.size, network.size)
+        shape = network.shape
         steps: dict[str, Step] = {}
-        for method in ("none", "batchnorm", "balnorm", "balnorm-position"):
+        for method in METHODS:
             torch._dynamo.reset()
             model, x = in_layout(network.build(method), shape, "channels_last")
             steps[method] = training_step(torch.compile(model, fullgraph=True), x)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from balnorm.models import create_model
+from balnorm.norms import NORMS
 
 METHODS = ("none", "batchnorm", "groupnorm", "weightstandardization", "balnorm", "balnorm-position")
 
@@ -19,7 +20,14 @@ class Network:
     size: int
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.options.get("width", 3) if self.model == "layer" else 3, self.size, self.size)
+
     def build(self, method: str) -> nn.Module:
+        if self.model == "layer":
+            norm, width = NORMS[method], self.options["width"]
+            return nn.Sequential(norm.conv(width, width, 3, padding=1), norm.norm(width))
         return create_model(self.model, method, **self.options)
 
 
@@ -28,4 +36,6 @@ NETWORKS = {
     "WRN-20 width 96, batch 16": Network("wide_resnet", 16, 32, {"width": 96}),
     "PreActResNet-18, batch 32": Network("preact_resnet18", 32, 32),
     "ResNet-50, 224x224, batch 4": Network("resnet50", 4, 224, {"num_classes": 1000}),
+    "digits network (depth 8, width 16, 8x8), batch 64": Network("wide_resnet", 64, 8, {"depth": 8, "width": 16}),
+    "one layer, 64 channels, 32x32, batch 1": Network("layer", 1, 32, {"width": 64}),
 }
