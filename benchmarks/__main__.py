@@ -76,7 +76,8 @@ def machine() -> str:
     return (
         f"{model}, {torch.get_num_threads()} threads; {platform.platform()}; Python {platform.python_version()}, "
         f"torch {torch.__version__}, backend: {backend()}. float32 throughout. A step is a forward and a backward "
-        "pass. Ratios are taken round by round of one interleaved run (A, B, C, A, B, C, ...): median [quartiles]; n is the number of rounds."
+        "pass. Ratios are taken by round of one interleaved run (A, B, C, A, B, C, ...): median [quartiles]; n is "
+        "the number of rounds."
     )
 
 
