@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from balnorm import BalNormConv2d, BalNormConvTranspose2d, balance_report, convert, freeze_stats
+from balnorm.diagnostics import BalanceReport, LayerBalance
 from cases import CASES, small_network
 
 
@@ -34,6 +35,27 @@ def test_contributions_add_up_to_the_mean_output(name, training):
         assert torch.allclose(row.mean, expected, atol=1e-5)
         assert torch.allclose(row.positive - row.negative + module.bias.detach(), expected, atol=1e-3, rtol=1e-3)
         assert torch.allclose(row.std, y.movedim(channel, 0).flatten(1).std(1, correction=0).double(), atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(3, 4, 3), BalNormConv2d(3, 4, 3), nn.Linear(5, 4)], ids=str)
+def test_a_single_sample_is_a_batch_of_one(layer):
+    """Its rows were taken for channels, and a linear layer's report failed."""
+    sample = torch.rand(5) if isinstance(layer, nn.Linear) else torch.rand(3, 6, 6)
+    (row,), (expected,) = balance_report(layer, sample).layers, balance_report(layer, sample[None]).layers
+    for name in ("positive", "negative", "mean", "std", "mass"):
+        assert torch.allclose(getattr(row, name), getattr(expected, name), atol=1e-6), name
+
+
+def test_a_layer_without_running_statistics_is_measured_with_the_batch_in_eval_mode_too():
+    layer = BalNormConv2d(3, 4, 3, mass="position", one_pass=False, track_running_stats=False).eval()
+    (row,) = balance_report(layer, torch.rand(2, 3, 6, 6)).layers
+    assert torch.allclose(row.positive, (layer.gain * layer.output_scale).double(), rtol=1e-4)
+
+
+def test_signed_inputs_are_measured_by_their_magnitude():
+    layer = BalNormConv2d(3, 4, 3, mass="position", one_pass=False, signed_input=True)
+    (row,) = balance_report(layer, torch.randn(2, 3, 6, 6)).layers
+    assert torch.allclose(row.positive, (layer.gain * layer.output_scale).double(), rtol=1e-4)
 
 
 def test_the_report_changes_nothing():
@@ -135,6 +157,54 @@ def test_only_reports_of_the_same_layers_compare():
         balance_report(small_network(), torch.rand(2, 3, 6, 6), before=report)
     with pytest.raises(ValueError, match="nothing to compare with"):
         report.shift()
+
+
+def row(name, mean, std, *weights, gain=None):
+    """One layer of a report; ``weights`` are its positive and negative contributions and its mass."""
+    tensors = [torch.tensor(values) for values in (*weights, mean, std)]
+    positive, negative, mass = tensors[:3] if weights else (None, None, None)
+    return LayerBalance(name, "Conv2d", positive, negative, *tensors[-2:], mass, gain)
+
+
+@pytest.fixture
+def moved():
+    """A report and the one before. One channel of the first layer was constant, and all of the second's."""
+    before = BalanceReport((row("a", [1.0, 2.0, 3.0], [2.0, 0.0, 4.0]), row("b", [1.0], [0.0])))
+    weights = ([0.004, 0.3, 0.5], [12.34, 1.0, 20.0], [1234.5, 1.0, 2000.0])
+    now = row("a", [0.0, 5.0, 5.0], [3.0, 1.0, 2.0], *weights, gain=torch.tensor([-0.003]))
+    return BalanceReport((now, row("b", [-0.3], [1.0])), before)
+
+
+def test_the_shift_leaves_out_what_was_constant(moved):
+    (means, stds), (no_means, no_stds) = moved.shift()
+    assert means.tolist() == [0.5, 0.5]
+    assert stds.tolist() == [1.5, 0.5]
+    assert no_means.numel() == no_stds.numel() == 0
+
+
+def test_the_table_shows_medians_in_columns(moved):
+    assert str(moved).splitlines() == [
+        "layer  kind    positive  negative   mean   std      mass  gain  mean moved by (std)  std times",
+        "-----  ------  --------  --------  -----  ----  --------  ----  -------------------  ---------",
+        "a      Conv2d      0.30      12.3   5.00  2.00  1.23e+03  0.00                 0.50       0.50",
+        "b      Conv2d                      -0.30  1.00",
+    ]
+
+
+def test_the_figure_draws_medians_and_quartiles(moved):
+    pytest.importorskip("matplotlib")
+    contributions, outputs, shift = moved.figure().axes
+    assert [bar.get_height() for bar in contributions.patches] == pytest.approx([0.3, -12.34])
+    whiskers = [line.get_segments()[0][:, 1].tolist() for line in contributions.collections]
+    assert whiskers == [pytest.approx([0.152, 0.4]), pytest.approx([-16.17, -6.67])]
+    assert outputs.lines[0].get_ydata().tolist() == pytest.approx([5.0, -0.3])
+    assert [bar.get_height() for bar in shift.patches] == [0.5]
+
+
+def test_a_norm_without_a_gain_has_none():
+    (row,) = balance_report(nn.BatchNorm2d(3, affine=False), torch.rand(2, 3, 4, 4)).layers
+    assert row.gain is None
+    assert torch.allclose(row.mean, torch.zeros(3).double(), atol=1e-6)
 
 
 def test_the_figure_shows_every_layer(tmp_path):

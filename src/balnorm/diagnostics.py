@@ -186,8 +186,7 @@ def balance_report(
 
 
 def _measure(name: str, module: nn.Module, x: Tensor, output: Tensor) -> LayerBalance:
-    channel_axis = -1 if isinstance(module, nn.Linear) else 1 if output.dim() > 1 else 0
-    values = output.movedim(channel_axis, 0).flatten(1).double()
+    values = output.movedim(_channel_axis(module), 0)[:, None].flatten(1).double()
     kind, mean, std = type(module).__name__, values.mean(1), values.std(1, correction=0)
     if isinstance(module, _BatchNorm):
         gain = module.weight.detach() if module.affine else None
@@ -208,6 +207,13 @@ def _measure(name: str, module: nn.Module, x: Tensor, output: Tensor) -> LayerBa
     total = m.expand(-1, w.shape[1], *w.shape[2:]).sum(others).flatten()
     gain = module.gain.detach() if isinstance(module, BalNormLayer) else None
     return LayerBalance(name, kind, positive, negative, mean, std, total, gain)
+
+
+def _channel_axis(module: nn.Module) -> int:
+    """Counted from the end for layers that take single samples too."""
+    if isinstance(module, _ConvNd):
+        return -1 - len(module.kernel_size)
+    return -1 if isinstance(module, nn.Linear) else 1
 
 
 _BLUE, _ORANGE = "#0072B2", "#D55E00"  # from Okabe and Ito's palette, which colour-blind readers can tell apart

@@ -20,7 +20,7 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     table = [list(row) for row in rows]
     columns = list(zip(header, *table, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    numeric = [len(column) > 1 and all(map(_is_number, column[1:])) for column in columns]
+    numeric = [all(map(_is_number, column[1:])) for column in columns]
 
     def line(cells: Sequence[str]) -> str:
         padded = [
@@ -33,4 +33,4 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return not cell.strip("-+.,0123456789e%x ")
+    return not cell.strip("-+.,0123456789e%x")
