@@ -1,5 +1,6 @@
 """Training: from a recipe to a finished run, and what happens when it is killed, damaged or interrupted."""
 
+import functools
 import hashlib
 import io
 import json
@@ -16,6 +17,7 @@ from typing import get_args
 import pytest
 import torch
 
+from balnorm import BalNormConv2d, scale_to_data
 from balnorm.data import SETS
 from balnorm.models import MODELS
 from balnorm.norms import NORMS
@@ -23,9 +25,11 @@ from balnorm.recipes import RECIPES, get_recipe
 from balnorm.training import config
 from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from balnorm.training.files import write_atomically
+from balnorm.training.processes import Processes
 from balnorm.training.run import Run, RunError, read_metrics
-from balnorm.training.schedules import rates
-from balnorm.training.trainer import train
+from balnorm.training.saved import load_saved
+from balnorm.training.schedules import Rates, rates
+from balnorm.training.trainer import make_loaders, make_model, make_optimizer, set_rates, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's
 SMALL = replace(get_recipe("digits"), width=4, epochs=2, train_limit=640, test_limit=101)
@@ -120,6 +124,8 @@ def test_schedules():
         ({"seed": -1}, r"seed must be from 0 to below 2\*\*63, got -1"),
         ({"label_smoothing": 0.1, "mixup": "input"}, "label_smoothing goes with cross_entropy"),
         ({"sync_stats": True, "norm": "lrn"}, "sync_stats is for balnorm and batchnorm, not for lrn"),
+        ({"scale_to_data": True, "norm": "lrn"}, "scale_to_data is for balnorm, not for lrn"),
+        ({"optimizer": "adamw"}, r"lr 0.1 is one for sgd: adamw moves .* give it 0.03 at most"),
     ],
 )
 def test_bad_recipes_fail_before_anything_is_written(tmp_path, change, message):
@@ -187,6 +193,9 @@ def test_a_finished_run_stays_as_it_is(whole):
         {"mixup": "input", "precision": "bfloat16"},
         {"ema": 0.9, "schedule": "onecycle"},
         {"norm": "balnorm-quarter", "schedule": "multistep", "drops": (1,)},
+        {"optimizer": "adamw", "lr": 0.003, "weight_decay": 0.05},
+        {"optimizer": "adamw", "lr": 0.001, "schedule": "onecycle", "norm": "batchnorm", "clip_norm": 1.0},
+        {"scale_to_data": True, "ema": 0.9},
     ],
     ids=lambda change: ", ".join(f"{name}={value}" for name, value in change.items()),
 )
@@ -197,6 +206,76 @@ def test_options_train_and_resume(tmp_path, change):
     stop_after(recipe, tmp_path / "parts", 13)
     train(recipe, tmp_path / "parts", show=False)
     assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_run_from_before_a_recipe_had_these_fields_goes_on(tmp_path, whole):
+    stop_after(SMALL, tmp_path / "old", 13)
+    run = Run(tmp_path / "old")
+    state, _ = load_checkpoint(run.checkpoint)
+    fields = json.loads(run.config.read_text())
+    for name in ("optimizer", "scale_to_data"):
+        del state["recipe"][name], fields[name]
+    save_checkpoint(run.checkpoint, state)
+    (tmp_path / "old" / "checkpoint.pt.previous").unlink()
+    run.config.write_text(json.dumps(fields))
+    train(SMALL, tmp_path / "old", show=False)
+    assert_same(whole, tmp_path / "old")
+    with pytest.raises(RunError, match=r"another recipe \(optimizer: 'adamw', was 'sgd'"):
+        train(replace(SMALL, optimizer="adamw", lr=0.01), tmp_path / "old", show=False)
+
+
+def test_adamw_is_decoupled_and_its_first_beta_is_the_momentum():
+    """Loshchilov and Hutter 2019, algorithm 2, for two steps with a learning rate that changes between them."""
+    layer = BalNormConv2d(2, 3, 3).double()
+    recipe = replace(SMALL, optimizer="adamw", lr=0.01, weight_decay=0.1)
+    optimizer = make_optimizer(recipe, layer)
+    expected = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    m, v = ({name: torch.zeros_like(value) for name, value in expected.items()} for _ in range(2))
+    for step, rate in enumerate([Rates(0.01, 0.9), Rates(0.03, 0.9)], 1):
+        for group in optimizer.param_groups:
+            set_rates(group, rate)
+        for name, parameter in layer.named_parameters():
+            parameter.grad = torch.randn_like(parameter)
+            m[name] = rate.momentum * m[name] + (1 - rate.momentum) * parameter.grad
+            v[name] = 0.999 * v[name] + 0.001 * parameter.grad**2
+            decay = 0.1 if name == "weight" else 0.0
+            update = m[name] / (1 - rate.momentum**step) / ((v[name] / (1 - 0.999**step)).sqrt() + 1e-8)
+            expected[name] = expected[name] - rate.lr * (update + decay * expected[name])
+        optimizer.step()
+    for name, parameter in layer.named_parameters():
+        assert torch.allclose(parameter, expected[name], rtol=1e-9), name
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_schedule_moves_learning_rate_and_momentum(optimizer):
+    group = make_optimizer(replace(SMALL, optimizer=optimizer, lr=0.01), BalNormConv2d(2, 3, 3)).param_groups[0]
+    set_rates(group, Rates(0.02, 0.85))
+    assert group["lr"] == 0.02
+    assert (group["betas"] if optimizer == "adamw" else group["momentum"]) in ((0.85, 0.999), 0.85)
+
+
+def scales(state):
+    return {name: value for name, value in state.items() if name.endswith("output_scale")}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_scales_are_measured_on_the_first_batch_and_kept(tmp_path, monkeypatch, compiled):
+    """In a residual network, by its average and in what is loaded from the run, compiled or not."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    recipe = replace(SMALL, scale_to_data=True, ema=0.9, epochs=1, train_limit=192, compile=compiled)
+    stop_after(recipe, tmp_path / "run", 2)
+    train(recipe, tmp_path / "run", show=False)
+    state, _ = load_checkpoint(Run(tmp_path / "run").checkpoint)
+    loader, _, channels, classes = make_loaders(recipe, Processes(0, 1, torch.device("cpu")), Path("data"))
+    torch.manual_seed(recipe.seed)
+    model = make_model(recipe, Processes(0, 1, torch.device("cpu")), channels, classes)
+    assumed = {name: value.clone() for name, value in scales(model.state_dict()).items()}
+    scale_to_data(model, next(loader.epoch(0)))
+    expected = scales(model.state_dict())
+    assert all((expected[name] / assumed[name] - 1).abs() > 0.01 for name in expected)
+    for found in (state["model"], load_saved(tmp_path / "run").model.state_dict()):
+        assert scales(found).keys() == expected.keys()
+        assert all(torch.equal(scales(found)[name], value) for name, value in expected.items())
 
 
 def stop_after(recipe, folder, steps):
@@ -533,6 +612,18 @@ def test_two_processes_give_the_result_of_one(tmp_path):
         assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-2)
     with pytest.raises(RunError, match="another recipe"):
         train(alone, tmp_path / "two", show=False)
+
+
+def test_two_processes_measure_one_scale(tmp_path):
+    """Each sees half of the batch: without a sum over both, the scales would be those of one half."""
+    arguments = ["train", "digits", *OPTIONS, "--epochs", "1", "--batch-size", "32", "--sync-stats", "--scale-to-data"]
+    process = torchrun(*arguments, "--out", str(tmp_path / "two"))
+    recipe = replace(SMALL, epochs=1, sync_stats=True, scale_to_data=True)
+    train(recipe, tmp_path / "one", show=False)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    one, two = (scales(weights(tmp_path / name)[0]) for name in ("one", "two"))
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=0.0)
 
 
 def test_a_killed_process_ends_the_job_and_a_restart_resumes_it(tmp_path):

@@ -7,7 +7,17 @@ from dataclasses import asdict, dataclass, fields
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-__all__ = ["MixupKind", "ModelName", "NormName", "Precision", "Recipe", "ScheduleName", "SetName", "differences"]
+__all__ = [
+    "MixupKind",
+    "ModelName",
+    "NormName",
+    "OptimizerName",
+    "Precision",
+    "Recipe",
+    "ScheduleName",
+    "SetName",
+    "differences",
+]
 
 SetName = Literal["cifar10", "cifar100", "svhn", "mnist", "fashion-mnist", "digits", "folder"]
 ModelName = Literal[
@@ -45,6 +55,7 @@ NormName = Literal[
     "weightstandardization",
     "none",
 ]
+OptimizerName = Literal["sgd", "adamw"]
 ScheduleName = Literal["multistep", "onecycle", "cosine", "constant"]
 MixupKind = Literal["none", "input", "manifold"]
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -66,11 +77,14 @@ class Recipe:
     epochs: int = 30
     batch_size: int = 128
     """Of each process."""
+    optimizer: OptimizerName = "sgd"
+    """AdamW wants a learning rate of its own, such as 0.003."""
     lr: float = 0.1
     """Learning rate at the start; its course is the schedule's."""
     momentum: float = 0.9
+    """Of AdamW it is the first beta; the second is 0.999."""
     weight_decay: float = 1e-4
-    """On weights; none on gains, biases and norms."""
+    """On weights; none on gains, biases and norms. AdamW's is decoupled from the gradient."""
     schedule: ScheduleName = "cosine"
     drops: tuple[int, ...] = ()
     """Epochs after which a multistep schedule divides the learning rate by ten."""
@@ -92,6 +106,8 @@ class Recipe:
     """Largest norm of all gradients together."""
     ema: float | None = None
     """Decay of an average of the weights, which is then what is evaluated."""
+    scale_to_data: bool = False
+    """Measure the output scales of balanced layers on the first batch, before the first step."""
 
     precision: Precision = "float32"
     compile: bool = False
@@ -130,6 +146,10 @@ class Recipe:
         for name, limit in {"momentum": 1.0, "label_smoothing": 1.0}.items():
             if not 0.0 <= getattr(self, name) < limit:
                 raise ValueError(f"{name} must be from 0 to below {limit:g}, got {getattr(self, name)}")
+        if self.optimizer == "adamw" and self.lr > 0.03:
+            raise ValueError(
+                f"lr {self.lr} is one for sgd: adamw moves every weight by about lr at each step, give it 0.03 at most"
+            )
         if self.weight_decay < 0 or self.padding < 0 or self.workers < 0:
             raise ValueError("weight_decay, padding and workers must not be negative")
         if self.ema is not None and not 0.0 < self.ema < 1.0:
@@ -144,6 +164,8 @@ class Recipe:
             raise ValueError("label_smoothing goes with cross_entropy and without mixup")
         if self.sync_stats and not (self.norm.startswith("balnorm") or self.norm == "batchnorm"):
             raise ValueError(f"sync_stats is for balnorm and batchnorm, not for {self.norm}")
+        if self.scale_to_data and not self.norm.startswith("balnorm"):
+            raise ValueError(f"scale_to_data is for balnorm, not for {self.norm}")
 
     def model_options(self) -> dict[str, int]:
         """What the network is made with, besides its name and its norm."""

@@ -34,13 +34,13 @@ from balnorm.data.augment import generator
 from balnorm.layers import BalNormLayer
 from balnorm.models import create_model
 from balnorm.norms import NORMS, set_progress
-from balnorm.surgery import param_groups
+from balnorm.surgery import param_groups, scale_to_data
 from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, set_aside
 from balnorm.training.config import Recipe
 from balnorm.training.processes import Processes, processes
 from balnorm.training.progress import Progress
 from balnorm.training.run import Run, RunError
-from balnorm.training.schedules import rates
+from balnorm.training.schedules import Rates, rates
 
 __all__ = ["Interrupted", "measure", "train"]
 
@@ -161,9 +161,7 @@ class Trainer:
         if team.world > 1:
             on_gpu = [team.device] if team.device.type == "cuda" else None
             self.forward = nn.parallel.DistributedDataParallel(self.forward, device_ids=on_gpu)
-        self.optimizer = torch.optim.SGD(
-            param_groups(self.model, recipe.weight_decay), lr=recipe.lr, momentum=recipe.momentum
-        )
+        self.optimizer = make_optimizer(recipe, self.model)
         self.scaler = torch.amp.GradScaler(team.device.type, enabled=recipe.precision == "float16")
         self.at = self.start_of(0)
         self.interrupted = False
@@ -176,7 +174,10 @@ class Trainer:
     # ----------------------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        self.resume()
+        resumed = self.resume()
+        if self.recipe.scale_to_data and not resumed:  # afterwards the checkpoints carry the scales
+            images, _ = next(self.train_loader.epoch(0))
+            scale_to_data(self.model, images)
         if self.at.finished:
             self.progress.say(f"{self.run.folder} is finished")
             return
@@ -214,7 +215,7 @@ class Trainer:
             done = self.at.epoch + self.at.step / steps
             rate = rates(recipe, done)
             for group in self.optimizer.param_groups:
-                group["lr"], group["momentum"] = rate
+                set_rates(group, rate)
             if recipe.norm == "batchrenorm":
                 set_progress(self.model, done / recipe.epochs)
             scores, loss = self.step(images, labels)
@@ -308,7 +309,7 @@ class Trainer:
         save_checkpoint(
             self.run.checkpoint,
             {
-                "recipe": self.recipe_as_saved(),
+                "recipe": {**asdict(self.recipe), "drops": list(self.recipe.drops)},
                 "world": self.team.world,
                 "position": {**vars(self.at), "seconds": self.at.seconds + seconds, "sums": sums},
                 "model": self.model.state_dict(),
@@ -319,8 +320,8 @@ class Trainer:
             },
         )
 
-    def resume(self) -> None:
-        """Take up the state of the folder's checkpoint, if it has one."""
+    def resume(self) -> bool:
+        """Take up the state of the folder's checkpoint. Returns whether it has one."""
         try:
             found = load_checkpoint(self.run.checkpoint, self.reject)
         except CheckpointError as error:
@@ -341,7 +342,7 @@ class Trainer:
             self.run.note_environment(world=self.team.world, device=str(self.team.device), resumed=found is not None)
             self.run.keep_records(0 if found is None else found[0]["position"]["epoch"])
         if found is None:
-            return
+            return False
         state, problem = found
         if problem is not None:
             self.progress.say(problem)
@@ -360,17 +361,17 @@ class Trainer:
             torch.cuda.set_rng_state(state["rng"][1], self.team.device)
         if not self.at.finished:
             self.progress.say(f"going on with {self.run.folder} at epoch {self.at.epoch + 1}, step {self.at.step}")
+        return True
 
     def reject(self, state: dict[str, Any]) -> str | None:
         """Why a checkpoint is not one of this run."""
         if state.keys() != {"recipe", "world", "position", "model", "averaged", "optimizer", "scaler", "rng"}:
             return "holds something else than the state of a run"
-        if state["recipe"] != self.recipe_as_saved():
-            return "is of a run with another recipe"
-        return None
-
-    def recipe_as_saved(self) -> dict[str, Any]:
-        return {**asdict(self.recipe), "drops": list(self.recipe.drops)}
+        try:
+            theirs = Recipe.from_dict(state["recipe"])  # fields that came later have their defaults
+        except ValueError as error:
+            return f"is of a run with another recipe ({error})"
+        return None if theirs == self.recipe else "is of a run with another recipe"
 
     @contextlib.contextmanager
     def noticing_interrupts(self) -> Iterator[None]:
@@ -456,6 +457,23 @@ def make_model(recipe: Recipe, team: Processes, channels: int, classes: int) -> 
             if isinstance(module, BalNormLayer):
                 module.sync_stats = True
     return model.to(team.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimiser, with weight decay on weights only."""
+    groups = param_groups(model, recipe.weight_decay)
+    if recipe.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=recipe.lr)
+    return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum)
+
+
+def set_rates(group: dict[str, Any], rate: Rates) -> None:
+    """Give an optimiser's group of parameters the learning rate and the momentum of a step."""
+    group["lr"] = rate.lr
+    if "betas" in group:
+        group["betas"] = (rate.momentum, group["betas"][1])
+    else:
+        group["momentum"] = rate.momentum
 
 
 def autocast(recipe: Recipe, device: torch.device) -> contextlib.AbstractContextManager[object]:
