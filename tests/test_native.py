@@ -129,8 +129,8 @@ def test_the_number_of_threads_changes_no_bit(mass, layout):
         matrix, call = WeightMatrix.of(layer.weight.detach(), plan.geometry), Call(plan, 16, layer.output_scale, None)
         effective, saved = native.forward(x, matrix, layer.gain.detach(), None, call)
         g, dx = torch.linspace(-1, 1, effective.numel()).view_as(effective), torch.zeros_like(x)
-        gradients = native.backward(g, dx, matrix, layer.gain.detach(), call, saved)
-        found.append((effective, *saved, *gradients, dx))
+        dweight, dgain, _ = native.backward(g, dx, matrix, layer.gain.detach(), call, saved)
+        found.append((effective, *saved, dweight, dgain, dx))
     torch.set_num_threads(threads)
     for other in found[1:]:
         for ours, theirs in zip(found[0], other, strict=True):

@@ -164,16 +164,17 @@ class BalNormLayer(nn.Module):
     def _forward(self, input: Tensor, plan: Plan) -> Tensor:
         if not torch.compiler.is_compiling() and self._early_batches:  # in this order: it must not become a guard
             self._look_at(input)
+        buffers = self._buffers  # at a fraction of what the attributes cost
         return conv.balanced_conv(
             input,
             self.weight,
             self.bias,
             self.gain,
-            self.output_scale,
+            buffers["output_scale"],
             plan,
             self.training and not self.stats_frozen,
-            self.running_mass,
-            self.num_batches_tracked,
+            buffers["running_mass"],
+            buffers["num_batches_tracked"],
         )
 
     def train(self, mode: bool = True) -> Self:

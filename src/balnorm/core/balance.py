@@ -14,7 +14,7 @@ from torch import Tensor
 
 from balnorm.core.geometry import by_output, from_by_output
 
-__all__ = ["balance", "counts", "inverse_total", "saturate", "without_autocast"]
+__all__ = ["autocast_device", "balance", "counts", "inverse_total", "saturate", "without_autocast"]
 
 
 def balance(
@@ -115,8 +115,14 @@ def saturate(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
-def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
-    """A context in which autocast, if it is on, lowers no precision."""
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
+def autocast_device(tensor: Tensor) -> str | None:
+    """The device type of this tensor if autocast is on for it, else ``None``."""
+    device = "cpu" if tensor.is_cpu else tensor.device.type  # the first costs a tenth of the second
+    if (device == "cpu" or torch.amp.is_autocast_available(device)) and torch.is_autocast_enabled(device):
+        return device
+    return None
+
+
+def without_autocast(device: str | None) -> contextlib.AbstractContextManager[object]:
+    """A context in which autocast, if it is on for this device, lowers no precision."""
+    return contextlib.nullcontext() if device is None else torch.autocast(device, enabled=False)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from balnorm.core import native, torch_backend
-from balnorm.core.balance import balance, saturate, without_autocast
+from balnorm.core.balance import autocast_device, balance, saturate, without_autocast
 from balnorm.core.mass import batch_mass
 from balnorm.core.matrix import WeightMatrix
 from balnorm.core.plan import Call
@@ -64,14 +64,13 @@ class _ClosedForm(torch.autograd.Function):
         if y._is_view():
             # As conv1d returns it: the same memory as a tensor of its own, which may be changed in place.
             y = y.new_empty(0).set_(y)  # type: ignore[call-overload]
-        ctx.call = call._replace(running=None)
-        ctx.backend, ctx.bias_dtype = backend, None if bias is None else bias.dtype
+        ctx.call, ctx.backend, ctx.bias_dtype = call, backend, None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight, gain, given_mass, *saved)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        with without_autocast(dy.device.type):
+        with without_autocast(autocast_device(dy)):
             if torch.is_grad_enabled() or is_batched_gradient(dy):
                 # create_graph=True: somebody is going to differentiate this gradient; or is_grads_batched=True, which
                 # the closed form's work in place does not allow.

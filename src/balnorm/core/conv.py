@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from balnorm.core.balance import balance, saturate, without_autocast
+from balnorm.core.balance import autocast_device, balance, saturate, without_autocast
 from balnorm.core.closed_form import closed_form_conv
 from balnorm.core.geometry import Geometry
 from balnorm.core.mass import Processes, batch_mass, leading_samples, update_running_mass
@@ -44,11 +44,10 @@ def balanced_conv(
     geometry, options = plan.geometry, plan.options
     _check_shapes(input, weight, gain, geometry)
     x, samples = _batched(input, geometry, options.stats_fraction)
-    device, compute_dtype = x.device.type, weight.dtype
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if autocast and x.is_floating_point() and x.dtype != torch.float64:
+    compute_dtype, autocast = weight.dtype, autocast_device(x)
+    if autocast is not None and x.is_floating_point() and x.dtype != torch.float64:
         # As in torch's own layers the convolution runs in the lower precision; mass and balance do not.
-        compute_dtype = torch.get_autocast_dtype(device)
+        compute_dtype = torch.get_autocast_dtype(autocast)
         x = x.to(compute_dtype)
     if x.dtype != compute_dtype:
         raise RuntimeError(f"the input is {x.dtype} and the weight {weight.dtype}: convert one, or use torch.autocast")
@@ -58,7 +57,7 @@ def balanced_conv(
     running = None
     if training and running_mass is not None and not recomputing():
         running = Running(running_mass, num_batches_tracked)
-    with without_autocast(device):
+    with without_autocast(autocast):
         mass = None
         if not training and running_mass is not None:
             # A copy: backward may need it after another forward, or DDP's broadcast, has changed the buffer.
@@ -88,7 +87,7 @@ def input_mass(input: Tensor, plan: Plan) -> Tensor:
     """The mass of a batch of any shape that :func:`balanced_conv` takes."""
     options = plan.options
     x, samples = _batched(input, plan.geometry, options.stats_fraction)
-    with without_autocast(x.device.type):
+    with without_autocast(autocast_device(x)):
         signed, among = options.signed_input, _processes(options)
         return batch_mass(x, samples, plan.geometry, plan.kind, signed=signed, among=among)
 

@@ -28,6 +28,8 @@ class Geometry(NamedTuple):
     """Whether the padding is a step of its own, because torch's convolution cannot do it."""
     is_pointwise: bool
     """Whether every weight multiplies every input of its channel: a 1x1 kernel, no stride and no padding."""
+    padding_before: tuple[int, ...]
+    """The padding as torch's convolutions take it, one number for both sides of an axis."""
 
     def pad(self, x: Tensor) -> Tensor:
         """Pad the spatial axes of ``x`` (N, C, *in)."""
@@ -37,7 +39,8 @@ class Geometry(NamedTuple):
     def padded(self) -> Geometry:
         """The geometry that is left once the input has been padded."""
         none = ((0, 0),) * len(self.kernel)
-        return self._replace(padding=none, padding_mode="zeros", pads_beforehand=False)
+        before = (0,) * len(self.kernel)
+        return self._replace(padding=none, padding_mode="zeros", pads_beforehand=False, padding_before=before)
 
     def output_size(self, size: Sequence[int]) -> tuple[int, ...]:
         if self.transposed:
@@ -97,12 +100,11 @@ class Geometry(NamedTuple):
         if self.pads_beforehand:
             return self.padded().convolve(self.pad(x), weight, bias)
         axes = len(self.kernel) - 1
-        padding = tuple(before for before, _ in self.padding)
         if self.transposed:
             return _CONV_TRANSPOSE[axes](
-                x, weight, bias, self.stride, padding, self.output_padding, self.groups, self.dilation
+                x, weight, bias, self.stride, self.padding_before, self.output_padding, self.groups, self.dilation
             )
-        return _CONV[axes](x, weight, bias, self.stride, padding, self.dilation, self.groups)
+        return _CONV[axes](x, weight, bias, self.stride, self.padding_before, self.dilation, self.groups)
 
     def convolve_backward(
         self, dy: Tensor, x: Tensor, weight: Tensor, needs: list[bool]
@@ -121,7 +123,7 @@ class Geometry(NamedTuple):
             weight,
             [dy.shape[1]],
             self.stride,
-            [before for before, _ in self.padding],
+            self.padding_before,
             self.dilation,
             self.transposed,
             self.output_padding,
@@ -170,6 +172,7 @@ def geometry_of(
         per_axis(output_padding, axes),
         pads_beforehand=padding_mode != "zeros" or any(before != after for before, after in sides),
         is_pointwise=all(n == 1 for n in (*kernel, *strides)) and all(p == (0, 0) for p in sides),
+        padding_before=tuple(before for before, _ in sides),
     )
 
 

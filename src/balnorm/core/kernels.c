@@ -105,7 +105,7 @@ typedef struct {
 typedef struct {
   rows_t rows;
   int64_t g;            /* dL/dw'' to read, dL/dw to write in its place */
-  int64_t dgain, dmass; /* to write */
+  int64_t dgain, dmass; /* to write; dmass may be 0 where samples get it */
   samples_t samples;    /* where to add what comes back by way of the mass; x is 0 for nowhere */
 } backward_t;
 
@@ -367,8 +367,7 @@ static void NAME(add_planes)(int64_t begin, int64_t end, void *context) {
     NAME(add_constant)(s->dx + b * s->period, s->pattern[b % s->inputs], s->period);
 }
 
-static int NAME(hand_on)(const samples_t *m) {
-  const REAL *dmass = P(const REAL, m->mass);
+static int NAME(hand_on)(const samples_t *m, const REAL *dmass) {
   const axis_t *ax = m->axes;
   int64_t inputs = m->inputs, space = ax[0].n * ax[1].n * ax[2].n, size = inputs * space, length = m->samples * size;
   int64_t taps = m->position ? ax[0].k * ax[1].k * ax[2].k : 1, inner = m->last ? inputs : 1;
@@ -594,13 +593,14 @@ EXPORT int NAME(balnorm_backward)(const backward_t *a) {
   const rows_t *r = &a->rows;
   NAME(rows_t) s = NAME(unpack)(r);
   int64_t blocks = r->groups * s.blocks_per_group, inputs = r->inputs, taps = r->taps;
+  int64_t masses = r->groups * inputs * (r->position ? taps : 1);
   s.g = P(REAL, a->g);
   s.dgain = P(REAL, a->dgain);
-  s.columns = calloc(blocks * s.n, sizeof(REAL));
+  s.columns = calloc(blocks * s.n + masses, sizeof(REAL));
   if (!s.columns) return 1;
   parallel_for(0, blocks, WORTH_A_THREAD / larger(1, s.n * smaller(s.rows_per_group, s.rows_per_block)) + 1,
                NAME(backward_blocks), &s);
-  REAL *dmass = P(REAL, a->dmass);
+  REAL *dmass = a->dmass ? P(REAL, a->dmass) : s.columns + blocks * s.n;
   for (int64_t group = 0; group < r->groups; group++) {
     REAL *columns = s.columns + group * s.blocks_per_group * s.n;
     for (int64_t b = 1; b < s.blocks_per_group; b++) NAME(add_to)(columns, columns + b * s.n, s.n);
@@ -616,8 +616,9 @@ EXPORT int NAME(balnorm_backward)(const backward_t *a) {
       if (!r->position) dmass[group * inputs + c] = -sum * s.inverse_total[group];
     }
   }
+  int failed = a->samples.x ? NAME(hand_on)(&a->samples, dmass) : 0;
   free(s.columns);
-  return a->samples.x ? NAME(hand_on)(&a->samples) : 0;
+  return failed;
 }
 
 #endif

@@ -92,16 +92,17 @@ def backward(
 ) -> Gradients:
     values, dtype, shape = matrix.values, g.dtype, _shape(matrix, call.plan)
     gain, output_scale = _as(gain, dtype), _as(call.output_scale, dtype)
-    dgain, dmass = torch.empty(values.shape[0], dtype=dtype), torch.empty(shape.mass, dtype=dtype)
-    samples = _NOWHERE
-    layout = None if dx is None or dx.dtype != dtype else _layout(dx, call)
-    if dx is not None and layout is not None and call.samples > 0:
-        samples = _SAMPLES.pack(dx.data_ptr(), dmass.data_ptr()) + layout
+    dgain, dmass, samples = torch.empty(values.shape[0], dtype=dtype), None, _NOWHERE
+    if dx is not None and call.samples > 0 and dx.dtype == dtype and (layout := _layout(dx, call)) is not None:
+        samples = _SAMPLES.pack(dx.data_ptr(), 0) + layout  # C adds the gradient of the mass, and nobody else needs it
+    else:
+        dmass = torch.empty(shape.mass, dtype=dtype)
     rows = shape.pack(values, gain, output_scale, saved[0], 0)
-    _call("backward", dtype, rows + _GRADIENTS.pack(g.data_ptr(), dgain.data_ptr(), dmass.data_ptr()) + samples)
-    if dx is not None and layout is None:
+    gradients = _GRADIENTS.pack(g.data_ptr(), dgain.data_ptr(), 0 if dmass is None else dmass.data_ptr())
+    _call("backward", dtype, rows + gradients + samples)
+    if dx is not None and dmass is not None:
         add_mass_gradient(dx, dmass, call.samples, call.plan.geometry, call.plan.kind)
-    return Gradients(g, dgain, dmass)
+    return g, dgain, dmass
 
 
 class _Shape(NamedTuple):

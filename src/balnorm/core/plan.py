@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -49,9 +49,5 @@ class Call(NamedTuple):
     running: Running | None
 
 
-class Gradients(NamedTuple):
-    """Of the weight, as kernels; of the gain, (D,); of the mass, (1, C, ...)."""
-
-    weight: Tensor
-    gain: Tensor
-    mass: Tensor
+Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+"""Of the weight, as kernels; of the gain, (D,); of the mass, (1, C, ...), if it did not go on to the input."""

@@ -72,7 +72,7 @@ def backward(
     dmass = matrix.mass(q.mul_(v).sum(-2, keepdim=True).mul_(-rows.inverse_total), plan.kind)
     if dx is not None:
         add_mass_gradient(dx, dmass, call.samples, plan.geometry, plan.kind)
-    return Gradients(matrix.kernels(g), (dgain if output_scale is None else dgain * output_scale).flatten(), dmass)
+    return matrix.kernels(g), (dgain if output_scale is None else dgain * output_scale).flatten(), dmass
 
 
 def _balance(w: Tensor, m: Tensor, one_pass: bool) -> _Rows:
