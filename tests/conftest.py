@@ -77,3 +77,14 @@ def digits():
 
     data = pytest.importorskip("sklearn.datasets").load_digits()
     return torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
+
+
+@pytest.fixture(scope="session")
+def whole_study(tmp_path_factory):
+    """The folder of a small study that nothing happened to, and that had one thread."""
+    from balnorm.cli import main
+    from folders import STUDY
+
+    out = tmp_path_factory.mktemp("whole") / "study"
+    assert main([*STUDY, "--threads", "1", "--quiet", "--out", str(out)]) == 0
+    return out

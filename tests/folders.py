@@ -1,11 +1,25 @@
-"""Run folders made by hand, for tests of what reads them; and who is training in one."""
+"""Run folders made by hand, for tests of what reads them; and a small study, for tests of what trains them."""
 
 import json
-import os
 from dataclasses import asdict, replace
 
 from balnorm.recipes import get_recipe
-from balnorm.training.run import Run
+from balnorm.training.run import Run, read_metrics
+
+SMALL = {"epochs": 3, "train_limit": 200, "test_limit": 60, "width": 4, "batch_size": 10}
+STUDY = ["compare", "digits", "--norms", "balnorm", "batchnorm", "--seeds", "2"]
+STUDY += [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def results(study):
+    """What came out of every run, without what time it took."""
+    return {
+        path.parent.name: [
+            {name: value for name, value in record.items() if name not in ("seconds", "peak_memory")}
+            for record in read_metrics(path)
+        ]
+        for path in sorted(study.glob("runs/*/metrics.jsonl"))
+    }
 
 
 def make_run(
@@ -27,16 +41,3 @@ def make_run(
     if diverged:
         run.add_record({"epoch": len(accuracies) + 1, "diverged": True, "seconds": 1.0, "peak_memory": 1})
     return run
-
-
-def trainers(folder):
-    """The processes that hold a run's config.json open, and so its lock."""
-    found = []
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            files = [os.readlink(f"/proc/{process}/fd/{fd}") for fd in os.listdir(f"/proc/{process}/fd")]
-        except OSError:
-            continue
-        if any(file.startswith(str(folder)) and file.endswith("config.json") for file in files):
-            found.append(int(process))
-    return found

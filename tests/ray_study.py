@@ -1,45 +1,48 @@
-"""A small study on a Ray cluster of two nodes on this machine, to which something happens meanwhile.
+"""One small study after the other on a Ray cluster of two nodes on this machine, to which something happens meanwhile.
 
-``python ray_study.py FOLDER nothing|worker|node`` exits as the study does. It is a program of its own because a cluster
-leaves threads and processes behind, which have no place in the process of the tests.
+``python ray_study.py FOLDER`` leaves ``FOLDER/nothing``, ``FOLDER/worker`` and ``FOLDER/node``, named for what died,
+and exits with the sum of their exit codes. It is a program of its own because a cluster leaves threads and processes
+behind, which have no place in the process of the tests.
 """
 
 import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 from ray.cluster_utils import Cluster
 
+import held
 from balnorm.cli import main
-from folders import trainers
+from balnorm.study import runner
+from folders import STUDY
+from held import gate, trainers, wait_until, waiting
 
-STUDY = ["digits", "--epochs", "25", "--train-limit", "200", "--test-limit", "60", "--width", "4", "--batch-size", "20"]
-STUDY += ["--norms", "balnorm", "none", "--seeds", "2"]
 
-
-def disturb(folder, what, cluster, node):
-    """When two runs are in the middle, kill one's process, or take a node away."""
-    while True:
-        lengths = [len(path.read_text().splitlines()) for path in folder.glob("runs/*/metrics.jsonl")]
-        if sum(2 <= length < 20 for length in lengths) >= 2:
-            break
-        time.sleep(0.05)
-    if what == "worker":
-        os.kill(trainers(folder)[0], signal.SIGKILL)
+def disturb(study, cluster, node):
+    """When two runs are in the middle, kill one's process, or take a node away; then let the other one go on."""
+    wait_until(lambda: len(waiting(study)) == 2)
+    if study.name == "worker":
+        os.kill(trainers(study)[0], signal.SIGKILL)
     else:
         cluster.remove_node(node, allow_graceful=False)
-    print(f"the {what} is gone", flush=True)
+    wait_until(lambda: len(trainers(study)) == 1)
+    print(f"the {study.name} is gone", flush=True)
+    gate(study).unlink()
 
 
 if __name__ == "__main__":
-    folder, what = Path(sys.argv[1]).absolute(), sys.argv[2]
+    folder = Path(sys.argv[1]).absolute()
+    runner.Task = held.Task
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     node = cluster.add_node(num_cpus=1)
-    if what != "nothing":
-        threading.Thread(target=disturb, args=(folder, what, cluster, node), daemon=True).start()
-    code = main(["compare", *STUDY, "--out", str(folder), "--ray", cluster.address])
+    code = 0
+    for what in ("nothing", "worker", "node"):
+        study = folder / what
+        if what != "nothing":
+            gate(study).touch()
+            threading.Thread(target=disturb, args=(study, cluster, node), daemon=True).start()
+        code += main([*STUDY, "--out", str(study), "--ray", cluster.address])
     cluster.shutdown()
     os._exit(code)

@@ -17,7 +17,7 @@ from balnorm import BalNormConv2d, balance_report, convert, fold, scale_to_data,
 from cases import small_network
 
 WORLD = 2
-TIMEOUT = dt.timedelta(seconds=60)  # a failure on one rank leaves the other waiting in a collective
+TIMEOUT = dt.timedelta(minutes=10)  # a failure on one rank leaves the other waiting in a collective
 
 
 def check_all(rank, folder):

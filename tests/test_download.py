@@ -110,6 +110,7 @@ def test_two_at_a_time_fetch_it_once(server, tmp_path):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         done = [pool.submit(fetch, file_at(f"{server}/a"), tmp_path, quiet) for _ in range(4)]
     assert {future.result().read_bytes() for future in done} == {CONTENTS}
+    assert len(Handler.ranges) == 1
     assert [p.name for p in (tmp_path / "set").iterdir()] == ["file.bin"]
 
 

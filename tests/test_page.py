@@ -7,6 +7,7 @@ import pytest
 
 from balnorm.study.report import write_report
 from folders import make_run
+from held import PATIENCE
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
@@ -21,7 +22,7 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=1000 * PATIENCE)
         yield browser
         browser.close()
 
@@ -44,6 +45,7 @@ def page(request, browser, study):
     path = write_report([study / request.param], study / request.param / "report", formats=["svg"]).page
     with browser.new_context(viewport={"width": 1400, "height": 1000}) as context:
         page = context.new_page()
+        page.set_default_timeout(1000 * PATIENCE)
         page.complaints = []
         page.on("console", lambda message: page.complaints.append(message.text))
         page.on("pageerror", lambda error: page.complaints.append(str(error)))
@@ -63,8 +65,9 @@ def test_figures_are_drawn_and_everything_is_in_view(page):
     for line in page.locator(".line").all():
         assert "NaN" not in line.get_attribute("points")
     for width in (1400, 390):
+        before = panels.first.element_handle()
         page.set_viewport_size({"width": width, "height": 900})
-        page.wait_for_timeout(250)  # until it is redrawn
+        page.wait_for_function("panel => !panel.isConnected", arg=before)  # it is drawn anew, a moment after
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         box = panels.first.bounding_box()
         assert 200 < box["width"] <= width

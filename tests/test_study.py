@@ -1,47 +1,36 @@
 """Studies: which runs there are, and that they come to the same end whatever happens on the way."""
 
+import concurrent.futures
+import contextlib
 import json
 import os
 import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 
+import held
 from balnorm.cli import main
 from balnorm.recipes import get_recipe
 from balnorm.study.display import Display, clock
 from balnorm.study.executors import LocalExecutor, Outcome
 from balnorm.study.grid import Setting, plan, settings_of, state_of
 from balnorm.study.runner import run_study
-from balnorm.training.run import Run, read_metrics
-from folders import make_run, trainers
+from balnorm.training.run import Run
+from folders import SMALL, STUDY, make_run, results
+from held import PATIENCE, gate, trainers, wait_until, waiting
 
-SMALL = ["--epochs", "3", "--train-limit", "200", "--test-limit", "60", "--width", "4", "--batch-size", "20"]
-DIGITS = replace(get_recipe("digits"), epochs=3, train_limit=200, test_limit=60, width=4, batch_size=20)
-LONGER = ["--epochs", "60", *SMALL[2:]]
-
-
-def results(folder):
-    """What came out of every run, without what time it took."""
-    return {
-        path.parent.name: [
-            {name: value for name, value in record.items() if name not in ("seconds", "peak_memory")}
-            for record in read_metrics(path)
-        ]
-        for path in sorted(folder.glob("runs/*/metrics.jsonl"))
-    }
+DIGITS = replace(get_recipe("digits"), **SMALL)
 
 
 def compare(out, *options):
-    return main(
-        ["compare", "digits", *SMALL, "--norms", "balnorm", "batchnorm", "--seeds", "2", "--out", str(out), *options]
-    )
+    return main([*STUDY, "--out", str(out), *options])
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -109,32 +98,24 @@ def test_the_state_of_a_run(tmp_path):
 # --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A study that nothing happened to."""
-    out = tmp_path_factory.mktemp("whole") / "study"
-    assert compare(out, "--threads", "1", "--quiet") == 0
-    return out
-
-
-def test_a_study_runs_all_and_ends_with_a_report(whole):
-    assert set(results(whole)) == {f"{norm}-seed{seed}" for norm in ("balnorm", "batchnorm") for seed in (0, 1)}
-    assert all(len(records) == 3 for records in results(whole).values())
-    page = (whole / "report" / "index.html").read_text()
+def test_a_study_runs_all_and_ends_with_a_report(whole_study):
+    assert set(results(whole_study)) == {f"{norm}-seed{seed}" for norm in ("balnorm", "batchnorm") for seed in (0, 1)}
+    assert all(len(records) == 3 for records in results(whole_study).values())
+    page = (whole_study / "report" / "index.html").read_text()
     assert "All 4 runs finished." in page
 
 
-def test_several_jobs_give_the_same_numbers(whole, tmp_path, capfd):
+def test_several_jobs_give_the_same_numbers(whole_study, tmp_path, capfd):
     assert compare(tmp_path / "study", "--jobs", "2", "--threads", "1") == 0
-    assert results(tmp_path / "study") == results(whole)
+    assert results(tmp_path / "study") == results(whole_study)
     printed = capfd.readouterr().out
     assert len(re.findall(r"\[\d/4\] \w+ seed \d: test accuracy [\d.]+% in .*, about .* left", printed)) == 4
     assert "Results after the last epoch" in printed
     assert "report/index.html" in printed
 
 
-def test_finished_runs_are_kept_also_in_another_place(whole, tmp_path, capfd):
-    shutil.copytree(whole, tmp_path / "copy")
+def test_finished_runs_are_kept_also_in_another_place(whole_study, tmp_path, capfd):
+    shutil.copytree(whole_study, tmp_path / "copy")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "copy" / "runs").rglob("*")}
     assert compare(tmp_path / "copy", "--threads", "1") == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "copy" / "runs").rglob("*")} == before
@@ -144,8 +125,8 @@ def test_finished_runs_are_kept_also_in_another_place(whole, tmp_path, capfd):
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_another_recipe_for_the_same_folder_is_refused_before_anything_runs(whole, tmp_path, capfd):
-    shutil.copytree(whole, tmp_path / "copy")
+def test_another_recipe_for_the_same_folder_is_refused_before_anything_runs(whole_study, tmp_path, capfd):
+    shutil.copytree(whole_study, tmp_path / "copy")
     assert compare(tmp_path / "copy", "--seeds", "3", "--lr", "0.5") == 1
     assert "was started with another recipe (lr: 0.5, was 0.1)" in capfd.readouterr().err
     assert len(results(tmp_path / "copy")) == 4
@@ -167,17 +148,17 @@ def test_a_run_that_fails_is_told_counted_and_tried_again(tmp_path, capfd):
 
 
 def test_a_run_that_diverges_is_a_result(tmp_path, capfd):
-    arguments = ["compare", "digits", *SMALL, "--norms", "none", "--seeds", "1", "--lr", "1e12", "--threads", "1"]
-    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    arguments = ["--norms", "none", "--seeds", "1", "--lr", "1e12", "--threads", "1"]
+    assert compare(tmp_path, *arguments) == 0
     printed = capfd.readouterr().out
     assert "none seed 0: diverged" in printed
     assert "Of 1 run, 0 finished, 1 diverged." in printed
-    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    assert compare(tmp_path, *arguments) == 0
     assert "1 of 1 runs are finished and are kept" in capfd.readouterr().out
 
 
-def test_metrics_that_lost_epochs_are_told_each_time(whole, tmp_path, capfd):
-    shutil.copytree(whole, tmp_path / "copy")
+def test_metrics_that_lost_epochs_are_told_each_time(whole_study, tmp_path, capfd):
+    shutil.copytree(whole_study, tmp_path / "copy")
     lines = (tmp_path / "copy/runs/balnorm-seed0/metrics.jsonl").read_text().splitlines()
     (tmp_path / "copy/runs/balnorm-seed0/metrics.jsonl").write_text("\n".join(lines[:2])[:-9])
     (tmp_path / "copy/runs/balnorm-seed1/metrics.jsonl").unlink()
@@ -250,7 +231,7 @@ def test_a_dry_run_estimates_and_writes_nothing(tmp_path, capfd):
     assert compare(tmp_path / "study", "--dry-run", "--jobs", "2", *vary) == 0
     printed = capfd.readouterr().out
     assert re.search(r"balnorm lr=0.1 +2 +6 ", printed)
-    assert re.search(r"8 of 8 runs to do, 2 at a time: about [\d.]+ s on this machine", printed)
+    assert re.search(r"8 of 8 runs to do, 2 at a time: about [\d.:]+ (s|min|h) on this machine", printed)
     assert not (tmp_path / "study").exists()
 
 
@@ -259,72 +240,76 @@ def test_a_dry_run_estimates_and_writes_nothing(tmp_path, capfd):
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def start(out):
-    """A study as a process of its own, which prints into a file beside its folder."""
-    command = [sys.executable, "-m", "balnorm", "compare", "digits", *LONGER, "--norms", "balnorm", "none"]
-    command += ["--seeds", "1", "--jobs", "2", "--out", str(out)]
-    with out.with_suffix(".log").open("w") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+@pytest.fixture
+def out(tmp_path):
+    """The folder of a study whose runs wait to be let on."""
+    out = tmp_path / "study"
+    gate(out).touch()
+    yield out
+    gate(out).unlink(missing_ok=True)  # where a test has failed, nothing is to wait for ever
 
 
-def printed_by(out):
-    return out.with_suffix(".log").read_text()
+def held_study(out, **options):
+    """The study as a process of its own."""
+    command = [sys.executable, held.__file__, *STUDY, "--jobs", "2", "--threads", "1", "--out", str(out)]
+    return subprocess.Popen(command, **options)
 
 
-def wait_for_epochs(out, epochs):
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        found = [len(path.read_text().splitlines()) for path in out.glob("runs/*/metrics.jsonl")]
-        if len(found) == 2 and min(found) >= epochs:
-            return
-        time.sleep(0.05)
-    raise AssertionError("the study does not get on")
-
-
-@pytest.fixture(scope="module")
-def longer(tmp_path_factory):
-    out = tmp_path_factory.mktemp("longer") / "study"
-    process = start(out)
-    assert process.wait(300) == 0, printed_by(out)
-    return results(out)
+def assert_the_same_command_goes_on(out, whole_study):
+    assert compare(out, "--jobs", "2", "--threads", "1") == 0
+    assert results(out) == results(whole_study)
+    assert not list(out.rglob("error.txt"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("how", ["a worker is killed", "a worker is stopped", "the study is killed", "Ctrl-C"])
-def test_whatever_happens_the_result_is_the_same(longer, tmp_path, how):
-    out = tmp_path / "study"
-    process = start(out)
-    wait_for_epochs(out, 2)
-    workers = trainers(out)
-    assert len(workers) == 2
-    if how == "a worker is killed":
-        os.kill(workers[0], signal.SIGKILL)
-        assert process.wait(300) == 1
-        printed = printed_by(out)
-        assert "failed, its process was ended by signal 9: the same command goes on with it" in printed
-        assert "1 of 2 runs failed" in printed
-    elif how == "a worker is stopped":
-        os.kill(workers[0], signal.SIGINT)
-        assert process.wait(300) == 1
-        assert "stopped, and saved" in printed_by(out)
-    elif how == "the study is killed":
+@pytest.mark.parametrize("how", ["killed", "Ctrl-C"])
+def test_a_study_that_is_killed_or_stopped_goes_on_to_the_same_result(whole_study, out, how):
+    log = out.with_suffix(".log")
+    with log.open("w") as printed:
+        process = held_study(out, stdout=printed, stderr=printed, start_new_session=True)
+    wait_until(lambda: len(waiting(out)) == 2, process)
+    assert len(trainers(out)) == 2
+    if how == "killed":
         process.kill()
         process.wait()
-        deadline = time.monotonic() + 30
-        while trainers(out) and time.monotonic() < deadline:  # they save, and end by themselves
-            time.sleep(0.1)
-        assert not trainers(out)
-        assert "Traceback" not in printed_by(out)
+        wait_until(lambda: not trainers(out))  # they save, and end by themselves
+        assert "Traceback" not in log.read_text()
     else:
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
-        assert "stopped, and saved: the same command goes on from there" in printed_by(out)
+        assert process.wait(PATIENCE) == 130
+        assert "stopped, and saved: the same command goes on from there" in log.read_text()
         assert not trainers(out)
-    assert any(len(records) < 60 for records in results(out).values())  # it was in the middle
-    again = start(out)
-    assert again.wait(300) == 0, printed_by(out)
-    assert results(out) == longer
-    assert not list(out.rglob("error.txt"))
+    assert [len(records) for records in results(out).values()] == [2, 2]
+    gate(out).unlink()
+    assert_the_same_command_goes_on(out, whole_study)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_runs_that_are_killed_or_stopped_go_on_to_the_same_result(whole_study, out, monkeypatch, capfd):
+    """One is killed and one is asked to stop, while two others go on."""
+    killed, stopped = out / "runs" / "balnorm-seed0", out / "runs" / "batchnorm-seed1"
+    monkeypatch.setattr("balnorm.study.runner.Task", held.Task)
+
+    def disturb():
+        try:
+            wait_until(lambda: len(waiting(out)) == 4)
+            os.kill(*trainers(killed), signal.SIGKILL)
+            os.kill(*trainers(stopped), signal.SIGINT)
+            wait_until(lambda: not trainers(killed) and not trainers(stopped))
+        finally:
+            gate(out).unlink()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        disturbed = pool.submit(disturb)
+        assert compare(out, "--jobs", "4", "--threads", "1") == 1
+        disturbed.result()
+    printed = capfd.readouterr()
+    assert "balnorm seed 0: failed, its process was ended by signal 9: the same command goes on with it" in printed.out
+    assert "batchnorm seed 1: stopped, and saved" in printed.out
+    assert "2 of 4 runs failed" in printed.err
+    lengths = {name: len(records) for name, records in results(out).items()}
+    assert lengths == {"balnorm-seed0": 2, "batchnorm-seed0": 3, "balnorm-seed1": 3, "batchnorm-seed1": 2}
+    assert_the_same_command_goes_on(out, whole_study)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -332,39 +317,26 @@ def test_whatever_happens_the_result_is_the_same(longer, tmp_path, how):
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_terminal_sees_a_row_for_each_norm(tmp_path):
+def test_a_terminal_sees_a_row_for_each_norm(out):
     ours, theirs = pty.openpty()
-    command = [
-        sys.executable,
-        "-m",
-        "balnorm",
-        "compare",
-        "digits",
-        *SMALL,
-        "--seeds",
-        "2",
-        "--out",
-        str(tmp_path / "study"),
-    ]
-    command += ["--norms", "balnorm", "none"]
-    environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm"}
-    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
+    process = held_study(out, stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": "120", "TERM": "xterm"})
     os.close(theirs)
     seen = b""
-    while True:
-        try:
-            chunk = os.read(ours, 65536)
-        except OSError:  # the other side is closed
-            break
-        if not chunk:
-            break
-        seen += chunk
-    assert process.wait(60) == 0
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())
-    assert re.search(r"setting\s+done\s+running \(seed: epoch\)\s+best so far\s+diverged\s+failed\s+time left", text)
-    assert re.search(r"balnorm\s+0/2\s+0: \d/3", text)
-    assert re.search(r"balnorm\s+2/2\s+[\d.]+%", text)
-    assert re.search(r"none\s+2/2\s+[\d.]+%", text)
+
+    def sees(pattern):
+        nonlocal seen
+        if select.select([ours], [], [], 0)[0]:
+            with contextlib.suppress(OSError):  # the other side is closed
+                seen += os.read(ours, 65536)
+        return re.search(pattern, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode(errors="replace")))
+
+    headings = r"setting\s+done\s+running \(seed: epoch\)\s+best so far\s+diverged\s+failed\s+time left"
+    wait_until(lambda: sees(headings), process)
+    wait_until(lambda: sees(r"\n balnorm\s+0/2\s+0: 2/3\s+[\d.]+%.*\s+batchnorm\s+0/2\s+0: 2/3"), process)
+    gate(out).unlink()
+    wait_until(lambda: sees(r"\n balnorm\s+2/2\s+[\d.]+%.*\s+batchnorm\s+2/2\s+[\d.]+%"))
+    wait_until(lambda: sees("report/index.html"))
+    assert process.wait(PATIENCE) == 0
     os.close(ours)
 
 

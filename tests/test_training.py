@@ -4,12 +4,13 @@ import functools
 import hashlib
 import io
 import json
+import multiprocessing
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -17,11 +18,13 @@ from typing import get_args
 import pytest
 import torch
 
+import held
 from balnorm import BalNormConv2d, scale_to_data
 from balnorm.data import SETS
 from balnorm.models import MODELS
 from balnorm.norms import NORMS
 from balnorm.recipes import RECIPES, get_recipe
+from balnorm.study.executors import LocalExecutor
 from balnorm.training import config
 from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from balnorm.training.files import write_atomically
@@ -29,7 +32,8 @@ from balnorm.training.processes import Processes
 from balnorm.training.run import Run, RunError, read_metrics
 from balnorm.training.saved import load_saved
 from balnorm.training.schedules import Rates, rates
-from balnorm.training.trainer import make_loaders, make_model, make_optimizer, set_rates, train
+from balnorm.training.trainer import Trainer, make_loaders, make_model, make_optimizer, set_rates, train
+from held import PATIENCE, gate, train_and_die, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's
 SMALL = replace(get_recipe("digits"), width=4, epochs=2, train_limit=640, test_limit=101)
@@ -280,7 +284,6 @@ def test_scales_are_measured_on_the_first_batch_and_kept(tmp_path, monkeypatch, 
 
 def stop_after(recipe, folder, steps):
     """Train for so many steps, with a checkpoint at each, and stop as if the power had failed."""
-    from balnorm.training.trainer import Trainer
 
     class PowerFailure(Exception):  # noqa: N818
         pass
@@ -348,68 +351,32 @@ def test_images_in_folders_train(tmp_path):
 # Killed, interrupted, changed
 # --------------------------------------------------------------------------------------------------------------------
 
-KILLER = """
-import os, random, signal, sys, time
-import balnorm.recipes, balnorm.training.trainer, sklearn.datasets, torch._dynamo, torch.utils.tensorboard
-from dataclasses import replace
-import torch
-torch.set_num_threads(1)
-recipe = replace(balnorm.recipes.get_recipe("digits"), width=4, epochs=8, train_limit=640, test_limit=101)
-out, seed = sys.argv[1], int(sys.argv[2])
-random.seed(seed)
-kills, attempts, steps, pace = 0, 0, [], 1.0
-while True:
-    attempts += 1
-    child = os.fork()
-    if child == 0:
-        balnorm.training.trainer.train(recipe, out, show=False, checkpoint_steps=2)
-        os._exit(0)
-    if kills < 10:
-        time.sleep(pace * random.uniform(0.1, 0.4))
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        kills += 1
-        found = balnorm.training.checkpoint.load_checkpoint(balnorm.training.run.Run(out).checkpoint)
-        steps.append(found[0]["position"]["step"] if found else None)
-        pace *= 1.0 if found else 1.5  # on a slow machine, wait until there is something to lose
-    elif os.waitstatus_to_exitcode(status) == 0:
-        break
-    else:
-        sys.exit("a child failed")
-    if attempts > 60:
-        sys.exit("no progress")
-import json
-print(json.dumps([kills, steps]))
-"""
-
 
 def test_killed_ten_times_and_the_same_result(tmp_path):
+    """Anywhere between steps, or while a checkpoint is being written: some 35 such events make an epoch."""
     recipe = replace(SMALL, epochs=8)
     train(recipe, tmp_path / "whole", show=False)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KILLER, str(tmp_path / "killed"), "7"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    kills, steps = json.loads(done.stdout)
-    assert kills == 10
+    LocalExecutor(1)  # its processes have imported torch already
+    processes = multiprocessing.get_context("forkserver")
+    chance, steps = random.Random(7), []
+    for _ in range(10):
+        process = processes.Process(target=train_and_die, args=(recipe, tmp_path / "killed", chance.randint(3, 25)))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        found = load_checkpoint(Run(tmp_path / "killed").checkpoint)
+        steps.append(found[0]["position"]["step"] if found else 0)
     assert len([step for step in steps if step]) > 2, "no kill came in the middle of an epoch"
+    train(recipe, tmp_path / "killed", show=False)
     assert_same(tmp_path / "whole", tmp_path / "killed")
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, whole):
-    process = balnorm("train", "digits", *OPTIONS, "--epochs", "200", "--out", str(tmp_path / "run"))
-    for _ in range(600):
-        if (tmp_path / "run" / "metrics.jsonl").exists() and Run(tmp_path / "run").records():
-            break
-        time.sleep(0.1)
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+    for_ever = ["--epochs", "1000000"]
+    process = balnorm("train", "digits", *OPTIONS, *for_ever, "--out", str(tmp_path / "run"))
+    wait_until(Run(tmp_path / "run").records, process)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, errors
     assert "the same command goes on from there" in errors
     assert "Traceback" not in errors
@@ -420,7 +387,7 @@ def test_a_changed_recipe_is_refused_by_name(whole):
     with pytest.raises(RunError, match=r"another recipe \(lr: 0.2, was 0.1; epochs: 3, was 2\)|epochs: 3, was 2; lr"):
         train(replace(SMALL, lr=0.2, epochs=3), whole, show=False)
     process = balnorm("train", "digits", *OPTIONS, "--norm", "none", "--out", str(whole))
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "norm: 'none', was 'balnorm'" in errors
     assert "Traceback" not in errors
@@ -448,7 +415,7 @@ def test_one_folder_is_for_one_process(tmp_path, whole):
     """Two starts of the same command wrote every epoch twice."""
     with Run(whole).alone():
         process = balnorm("train", "digits", *OPTIONS, "--out", str(whole))
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "is being trained by another process" in errors
 
@@ -593,8 +560,9 @@ def test_atomic_writes_leave_the_old_file_or_the_new_one(tmp_path):
 
 
 def torchrun(*arguments, restarts=0):
+    """The command in two processes, whose runs can be held."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command += ["--max-restarts", str(restarts), "--monitor-interval", "0.2", "-m", "balnorm", *arguments]
+    command += ["--max-restarts", str(restarts), "--monitor-interval", "0.2", held.__file__, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -605,7 +573,7 @@ def test_two_processes_give_the_result_of_one(tmp_path):
     process = torchrun(
         "train", "digits", *OPTIONS, "--batch-size", "32", "--sync-stats", "--out", str(tmp_path / "two")
     )
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, output
     for one, two in zip(results(tmp_path / "one"), results(tmp_path / "two"), strict=True):
         assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-3)
@@ -628,19 +596,20 @@ def test_two_processes_measure_one_scale(tmp_path):
 
 def test_a_killed_process_ends_the_job_and_a_restart_resumes_it(tmp_path):
     """With an average of weights and statistics, and with a checkpoint at the last of an epoch's ten steps."""
-    arguments = ["train", "digits", *OPTIONS, "--epochs", "12", "--batch-size", "32", "--checkpoint-steps", "5"]
+    arguments = ["train", "digits", *OPTIONS, "--epochs", "3", "--batch-size", "32", "--checkpoint-steps", "5"]
     arguments += ["--norm", "batchnorm", "--ema", "0.9"]
     process = torchrun(*arguments, "--out", str(tmp_path / "whole"))
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, output
+    gate(tmp_path / "killed").touch()
     process = torchrun(*arguments, "--out", str(tmp_path / "killed"), restarts=2)
-    for _ in range(600):
-        if (tmp_path / "killed" / "metrics.jsonl").exists() and Run(tmp_path / "killed").records():
-            break
-        time.sleep(0.05)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
+    try:
+        wait_until(lambda: len(Run(tmp_path / "killed").records()) == held.EPOCH, process)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+    finally:
+        gate(tmp_path / "killed").unlink()
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, output
     assert "going on with" in output
     assert_same(tmp_path / "whole", tmp_path / "killed")
@@ -653,7 +622,7 @@ def test_a_killed_process_ends_the_job_and_a_restart_resumes_it(tmp_path):
 
 def test_the_command_line(tmp_path):
     process = balnorm("train", "digits", *OPTIONS, "--norm", "groupnorm", "--seed", "3", cwd=tmp_path)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert "digits groupnorm seed 3  epoch 2/2  train loss" in output
     assert Run(tmp_path / "runs" / "digits-groupnorm-3").recipe().norm == "groupnorm"
