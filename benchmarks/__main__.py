@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from balnorm import BalNormConv2d, backend
+from balnorm import BalNormConv2d, BalNormLayer, backend
+from balnorm.core import native
 from balnorm.data import Images, MemoryLoader, channel_statistics
 from balnorm.norms import NORMS
 from balnorm.recipes import get_recipe
@@ -105,8 +106,10 @@ def spread(times: list[float], base: list[float]) -> str:
 
 
 def networks(rounds: int) -> Iterable[str]:
-    """Training steps of whole networks, eager."""
+    """Training steps of whole networks, eager; and how far BalNorm is from the least that it could cost."""
     yield "## Networks, eager"
+    speed = bytes_per_second(rounds)
+    limits = []
     for name, network in NETWORKS.items():
         shape = network.shape
         steps: dict[str, Step] = {}
@@ -145,6 +148,51 @@ def networks(rounds: int) -> Iterable[str]:
                 for method in METHODS
             ],
         )
+        overhead = statistics.median(a - b for a, b in zip(times["balnorm"], times["none"], strict=True))
+        model, x = in_layout(network.build("balnorm"), shape, layouts["balnorm"])
+        limits.append([name, f"{1e3 * overhead:.2f}", *limit_row(model, x, speed, rounds)])
+    yield "\n### How far from the limit\n"
+    yield "What BalNorm adds to a step, in milliseconds, against the least that it has to move through memory: one"
+    yield "read of each layer's input, a read and a write of its gradient, and seven passes over the weight, all at"
+    yield f"the speed of a copy of 256 MiB, {speed / 1e9:.1f} GB/s. (Small layers stay in faster caches.)"
+    yield "What the native calls do not take goes to Python, to small calls of torch and to cold caches.\n"
+    yield from table(["network", "BalNorm - none", "limit", "native calls", "their number"], limits)
+
+
+def bytes_per_second(rounds: int) -> float:
+    """How fast torch copies memory, reads and writes together."""
+    source = torch.rand(2**26)
+    target = torch.empty_like(source)
+    times = interleaved({"copy": lambda: target.copy_(source)}, rounds)
+    return 2 * source.nbytes / statistics.median(times["copy"])
+
+
+def limit_row(model: nn.Module, x: torch.Tensor, speed: float, rounds: int) -> list[str]:
+    """Milliseconds of a step for the bytes that every balanced layer has to move, and in its native calls."""
+    least, calls = 0, [0.0]
+
+    def count(layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        nonlocal least
+        (x,) = inputs
+        assert isinstance(layer.weight, torch.Tensor)
+        least += x.nbytes * (3 if x.requires_grad else 1) + 7 * layer.weight.nbytes
+
+    def timed(*arguments: Any) -> None:
+        start = time.perf_counter()
+        call(*arguments)
+        calls.append(time.perf_counter() - start)
+
+    hooks = [m.register_forward_pre_hook(count) for m in model.modules() if isinstance(m, BalNormLayer)]
+    model(x)
+    for hook in hooks:
+        hook.remove()
+    call, step, sums = native._call, training_step(model, x), []
+    with mock.patch.object(native, "_call", timed):
+        for _ in range(2 + rounds):
+            calls.clear()
+            step()
+            sums.append(sum(calls))
+    return [f"{1e3 * least / speed:.2f}", f"{1e3 * statistics.median(sums[2:]):.2f}", str(len(calls))]
 
 
 def compiled(rounds: int) -> Iterable[str]:
