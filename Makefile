@@ -1,6 +1,6 @@
 # Every target builds .venv by itself when it is missing or older than what it is made from.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-torch check format bench clean
+.PHONY: help demo test test-slow test-all test-torch check format bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,8 +14,13 @@ help: ## show this help
 demo: $(READY) ## compare normalisations on handwritten digits, a few minutes, and write a report to look at
 	$(BIN)/balnorm compare digits --norms balnorm batchnorm groupnorm none --seeds 5 --jobs 2 --out studies/demo
 
-test: $(READY) ## run all tests and the examples in the docstrings
+test: $(READY) ## run the tests and the examples in the docstrings
 	$(BIN)/pytest
+
+test-slow: $(READY) ## run the slow tests, which make test leaves out
+	$(BIN)/pytest --slow
+
+test-all: test test-slow ## run all tests
 
 test-torch: $(if $(TORCH),$(VENV)-torch-$(TORCH)/.ready) ## run the library's tests with another torch, as in TORCH=2.7.1; takes 5 GB of disk
 	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.7.1))

@@ -93,16 +93,19 @@ def import_timm() -> Any:
 
 
 def build(library: str, name: str) -> tuple[nn.Module, torch.Tensor]:
-    """A fresh network, and a batch for it."""
+    """A fresh network, and a batch for it. VGG without its head's hundred million weights, which no norm follows."""
     timm = import_timm()
     if library == "timm":
-        model, size = timm.create_model(name, num_classes=10), TIMM[name]
+        options = {"mlp_ratio": 0.01} if name == "vgg11_bn" else {}
+        model, size = timm.create_model(name, num_classes=10, **options), TIMM[name]
     else:
         import torchvision
 
         options = {"aux_logits": False, "init_weights": True} if name == "googlenet" else {}
         model = torchvision.models.get_model(name, weights=None, num_classes=10, **options)
         size = TORCHVISION[name]
+        if name == "vgg11_bn":
+            model.classifier = nn.Linear(model.classifier[0].in_features, 10)
     return model, torch.rand(4, 3, size, size)
 
 

@@ -1,3 +1,4 @@
+import collections
 import os
 import shlex
 from importlib.metadata import version
@@ -10,6 +11,36 @@ from balnorm.training import processor
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True, database=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+LEFT = "slow"  # why a test is skipped that make test-all runs
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the slow tests, and no others")
+
+
+def pytest_collection_modifyitems(config, items):
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if config.getoption("--slow"):
+        items[:] = slow
+        return
+    for item in slow:
+        item.add_marker(pytest.mark.skip(reason=LEFT))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What was not tested, as the last lines before pytest's own."""
+    skipped = collections.Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped")
+    )
+    slow = skipped.pop(LEFT, 0)
+    if skipped or slow:
+        terminalreporter.section("not tested")
+    for reason, count in skipped.most_common():
+        terminalreporter.line(f"{count} skipped: {reason}")
+    if slow:
+        terminalreporter.line(f"{slow} slow test{'s' * (slow > 1)} left to make test-all")
 
 
 def pytest_configure(config):

@@ -1,5 +1,6 @@
 """The command line: help that comes at once, answers in a sentence, and what is done with trained networks."""
 
+import json
 import os
 import re
 import shutil
@@ -17,7 +18,10 @@ from balnorm.training.saved import load_saved
 from balnorm.training.saved import test_batch as batch_of_tests
 from balnorm.training.trainer import train
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # tensorboard's
+    pytest.mark.xdist_group("cli"),
+]
 SMALL = replace(get_recipe("digits"), width=4, epochs=1, train_limit=200, test_limit=101)
 
 
@@ -32,23 +36,36 @@ def runs(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in _COMMANDS), *(["train", r] for r in RECIPES)])
-def test_help_is_there_without_torch(command):
-    program = "import sys; from balnorm.cli import main; code = main(sys.argv[1:]); "
-    program += "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules); sys.exit(code)"
-    environment = {**os.environ, "COLUMNS": "100"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *command, "--help"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "usage: balnorm" in done.stdout
+COMMANDS = [[], *([name] for name in _COMMANDS), *(["train", recipe] for recipe in RECIPES)]
+HELP = """
+import contextlib, io, json, sys
+from balnorm.cli import main
+answers = []
+for command in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = main([*command, "--help"])
+    answers.append([code, printed.getvalue(), sorted({"torch", "numpy", "matplotlib"} & {*sys.modules})])
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def helps():
+    """The code of every command's help, what it prints, and what is imported by then."""
+    command = [sys.executable, "-c", HELP, json.dumps(COMMANDS)]
+    printed = subprocess.run(command, capture_output=True, env={**os.environ, "COLUMNS": "100"}, check=True).stdout
+    return dict(zip(map(tuple, COMMANDS), json.loads(printed), strict=True))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_is_there_without_torch(helps, command):
+    code, printed, imported = helps[tuple(command)]
+    assert code == 0
+    assert imported == []
+    assert "usage: balnorm" in printed
     if command[:1] != ["completion"]:
-        assert "examples:" in done.stdout
-        shown = re.findall(r"^  (balnorm .*|torchrun .*)$", done.stdout, re.MULTILINE)
+        assert "examples:" in printed
+        shown = re.findall(r"^  (balnorm .*|torchrun .*)$", printed, re.MULTILINE)
         assert len(shown) >= 2
 
 
@@ -73,6 +90,12 @@ def test_output_that_nobody_reads_is_no_error():
         assert process.returncode == 0
 
 
+@pytest.fixture(scope="module")
+def completion():
+    command = [sys.executable, "-m", "balnorm", "completion", "bash"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
@@ -83,12 +106,11 @@ def test_output_that_nobody_reads_is_no_error():
         (["balnorm", "data", "g"], {"get"}),
     ],
 )
-def test_bash_completes(words, completed):
+def test_bash_completes(completion, words, completed):
     script = (
         'source <(printf "%s" "$1"); shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _balnorm; echo ${COMPREPLY[@]}'
     )
-    printed = subprocess.run([sys.executable, "-m", "balnorm", "completion", "bash"], capture_output=True, check=True)
-    command = ["bash", "-c", script, "bash", printed.stdout.decode(), *words]
+    command = ["bash", "-c", script, "bash", completion, *words]
     assert set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()) == completed
 
 

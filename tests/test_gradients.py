@@ -8,7 +8,7 @@ from torch.func import functional_call
 from balnorm import BalNormConv2d, BalNormConv3d, BalNormConvTranspose2d
 from cases import CASES, MASS_AND_PASS
 
-pytestmark = pytest.mark.usefixtures("backend")
+with_both_backends = pytest.mark.usefixtures("backend")
 
 
 def layer_function(layer, x):
@@ -21,6 +21,7 @@ def layer_function(layer, x):
     return function, (x.requires_grad_(), *parameters)
 
 
+@with_both_backends
 @pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name, mass, one_pass):
@@ -32,11 +33,13 @@ def test_gradients(name, mass, one_pass):
 @pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
 @pytest.mark.parametrize("name", CASES)
 def test_second_gradients(name, mass, one_pass):
+    """Of the composed form, whichever backend there is."""
     layer = CASES[name].build(mass=mass, one_pass=one_pass, track_running_stats=False, dtype=torch.float64)
     function, inputs = layer_function(layer, CASES[name].input(dtype=torch.float64))
     assert gradgradcheck(function, inputs, fast_mode=True)
 
 
+@with_both_backends
 @pytest.mark.parametrize("options", [{"stats_fraction": 0.5}, {"signed_input": True}, {"affine": False, "bias": False}])
 @pytest.mark.parametrize("name", ["linear", "conv2d", "conv2d-dilated-circular", "transposed2d"])
 def test_gradients_of_options(name, options):
@@ -48,6 +51,7 @@ def test_gradients_of_options(name, options):
     assert gradgradcheck(function, inputs, fast_mode=True)
 
 
+@with_both_backends
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_with_frozen_statistics(name):
     """In eval mode the mass is a constant: the input's gradient is that of a plain convolution."""
@@ -58,6 +62,7 @@ def test_gradients_with_frozen_statistics(name):
     assert gradgradcheck(function, inputs, fast_mode=True)
 
 
+@with_both_backends
 @pytest.mark.parametrize("options", [{}, {"signed_input": True}, {"stats_fraction": 0.5}, {"affine": False}])
 @pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
 @pytest.mark.parametrize("name", CASES)
@@ -72,6 +77,7 @@ def test_gradients_do_not_depend_on_create_graph(name, mass, one_pass, options):
     torch.testing.assert_close(closed, composed)
 
 
+@with_both_backends
 def test_backward_twice_through_one_graph():
     layer = BalNormConv2d(3, 4, 3)
     loss = layer(torch.rand(2, 3, 6, 6)).square().sum()
@@ -81,6 +87,7 @@ def test_backward_twice_through_one_graph():
     torch.testing.assert_close(layer.weight.grad, 2 * once)
 
 
+@with_both_backends
 @pytest.mark.parametrize("needs_grad", ["x", "weight", "gain", "bias"])
 def test_only_the_gradient_that_is_asked_for(needs_grad):
     """Frozen parameters, or an input that needs no gradient, do not change the other gradients."""
@@ -113,6 +120,7 @@ def variants(x):
     }
 
 
+@with_both_backends
 @pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
 @pytest.mark.parametrize("name", ["conv2d", "conv2d-grouped", "conv2d-dilated-circular", "conv3d", "transposed2d"])
 @pytest.mark.parametrize("variant", ["channels_last", "transposed", "strided", "expanded"])
@@ -130,6 +138,7 @@ def test_any_layout_gives_the_same_numbers(name, mass, one_pass, variant, weight
     torch.testing.assert_close(results[0], results[1])
 
 
+@with_both_backends
 @pytest.mark.parametrize("layer", [BalNormConv2d(8, 16, 3, padding=1), BalNormConvTranspose2d(8, 16, 3)])
 @pytest.mark.parametrize("training", [True, False])
 def test_channels_last_is_kept(layer, training):
@@ -142,6 +151,7 @@ def test_channels_last_is_kept(layer, training):
         assert tensor.is_contiguous(memory_format=torch.channels_last)
 
 
+@with_both_backends
 def test_channels_last_3d_is_kept():
     layer = BalNormConv3d(4, 8, 3).to(memory_format=torch.channels_last_3d)
     y = layer(torch.rand(2, 4, 5, 5, 5).contiguous(memory_format=torch.channels_last_3d))

@@ -129,6 +129,7 @@ def test_python_in_the_documents_runs(document):
         exec(compile(block, document, "exec"), program)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
 def test_the_conversion_example_runs(tmp_path):
     example = ROOT / "examples" / "convert_timm.py"

@@ -10,11 +10,15 @@ from folders import make_run
 from held import PATIENCE
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PAGES = ["norms", "rates"]
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or importlib.util.find_spec("playwright") is None, reason="needs Chromium and playwright"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        CHROMIUM is None or importlib.util.find_spec("playwright") is None, reason="needs Chromium and playwright"
+    ),
+    pytest.mark.xdist_group("page"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
-    """Three norms over eight epochs, with a run that diverged; and the same at three learning rates."""
+    """The pages of three norms over eight epochs, with a run that diverged; and of the same at three learning rates."""
     folder = tmp_path_factory.mktemp("study")
     for seed in range(3):
         for norm, top in {"balnorm": 0.9, "batchnorm": 0.85, "none": 0.4}.items():
@@ -37,12 +41,11 @@ def study(tmp_path_factory):
             for lr in (0.01, 0.1, 1.0):
                 make_run(folder / "rates", norm, seed, [0.2, top - lr / 10], lr=lr)
     make_run(folder / "norms", "groupnorm", 0, [0.3, 0.4], epochs=8, diverged=True)
-    return folder
+    return {name: write_report([folder / name], folder / name / "report", formats=["svg"]).page for name in PAGES}
 
 
-@pytest.fixture(params=["norms", "rates"])
+@pytest.fixture(params=PAGES)
 def page(request, browser, study):
-    path = write_report([study / request.param], study / request.param / "report", formats=["svg"]).page
     with browser.new_context(viewport={"width": 1400, "height": 1000}) as context:
         page = context.new_page()
         page.set_default_timeout(1000 * PATIENCE)
@@ -52,7 +55,7 @@ def page(request, browser, study):
         page.on("requestfailed", lambda request: page.complaints.append(request.url))
         page.requests = []
         page.on("request", lambda request: page.requests.append(request.url))
-        page.goto(path.as_uri())
+        page.goto(study[request.param].as_uri())
         yield page
         assert page.complaints == []
         assert [url for url in page.requests if not url.startswith(("file:", "data:"))] == []

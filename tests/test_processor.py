@@ -1,6 +1,7 @@
 """Processors that end torch's convolutions: found out beforehand, with stand-ins for the trial."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from balnorm.study.grid import plan
 from balnorm.training import processor
 from balnorm.training.processor import CAP, Defect, find_defect
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no signals")
+pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="no signals"), pytest.mark.xdist_group("study")]
 TINY = ["--epochs", "1", "--width", "4", "--train-limit", "64", "--device", "cpu"]
 CAPS = ["AVX512_CORE_FP16", "AVX512_CORE_BF16", "AVX512_CORE", "AVX2"]
 
@@ -188,13 +189,20 @@ def test_a_run_that_dies_of_an_illegal_instruction_is_told_with_the_remedy(tmp_p
 # --------------------------------------------------------------------------------------------------------------------
 
 INNER = f"""
-import os
+import os, pytest
 def test_the_cap_is_here(): assert os.environ[{CAP!r}] == "AVX512_CORE_BF16"
+@pytest.mark.slow
+def test_slow(): test_the_cap_is_here()
+@pytest.mark.parametrize("number", [1, 2])
+def test_skipped(number): pytest.skip("there is no such thing")
+@pytest.mark.skip(reason="nor another")
+def test_skipped_too(): pass
 """
+SAID = "2 skipped: there is no such thing\n1 skipped: nor another\n1 slow test left to make test-all\n"
 
 
-def test_a_run_of_the_tests_is_capped_and_says_so(tmp_path):
-    """Twice; the second one knows it from the first."""
+def test_a_run_of_the_tests_is_capped_and_says_so_and_what_it_left_out(tmp_path):
+    """Twice; the second one knows it from the first, and is that of the slow tests."""
     (tmp_path / "test_inner.py").write_text(INNER)
     tests = Path(__file__).parent
     trial = ["sh", "-c", f'echo "${CAP}" >> {tmp_path}/tried; {dying("AVX512_CORE_BF16")[-1]}']
@@ -202,9 +210,9 @@ def test_a_run_of_the_tests_is_capped_and_says_so(tmp_path):
     environment["BALNORM_TEST_TRIAL"] = shlex.join(trial)
     environment["PYTHONPATH"] = os.pathsep.join([str(tests), *filter(None, sys.path)])
     options = ["-p", "conftest", "-c", os.devnull, "--rootdir", str(tmp_path), "-o", f"cache_dir={tmp_path}/cache"]
-    for workers in ("1", "0"):
+    for which, said in ((["-n", "1"], SAID), (["-n", "0", "--slow"], "")):
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, "-n", workers, str(tmp_path)],
+            [sys.executable, "-m", "pytest", *options, *which, str(tmp_path)],
             env=environment,
             cwd=tmp_path,
             capture_output=True,
@@ -212,6 +220,9 @@ def test_a_run_of_the_tests_is_capped_and_says_so(tmp_path):
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.partition(" not tested ")[2].partition("\n")[2].startswith(said)
+        assert ("not tested" in done.stdout) == bool(said)
+        assert re.search(r"\b1 passed", done.stdout)
         line = "processor: torch's own convolutions end in SIGILL here: ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
         assert done.stdout.splitlines().count(line) == 1
         assert (tmp_path / "tried").read_text().splitlines() == ["", "AVX512_CORE_BF16"]

@@ -13,7 +13,10 @@ from balnorm.cli import main
 from folders import results
 from held import PATIENCE
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
+    pytest.mark.xdist_group("study"),
+]
 PROGRAM = Path(__file__).parent / "ray_study.py"
 
 
@@ -41,6 +44,7 @@ def cluster(tmp_path_factory):
     return folder, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["nothing", "worker", "node"])
 def test_a_cluster_gives_the_same_result_whatever_dies(whole_study, cluster, what):
     folder, printed = cluster
