@@ -243,9 +243,9 @@ def test_real_cifar10():
 
 
 def test_wrong_names_say_what_is_allowed():
-    with pytest.raises(DataError, match=r"the data set must be one of cifar10, cifar100, svhn, .*, got 'cifar'"):
+    with pytest.raises(ValueError, match=r"the data set must be one of cifar10, cifar100, svhn, .*, got 'cifar'"):
         load("cifar", ".", "train")
-    with pytest.raises(DataError, match="the split must be 'train' or 'test', got 'val'"):
+    with pytest.raises(ValueError, match="the split must be 'train' or 'test', got 'val'"):
         load("digits", ".", "val")
 
 
@@ -279,7 +279,7 @@ def test_limit_and_fraction():
     assert len(stratified(labels, fraction=0.25, limit=100)) == 100
     assert not np.array_equal(stratified(labels, limit=100, seed=1), stratified(labels, limit=100, seed=2))
     for options in ({"limit": 0}, {"fraction": 0.0}, {"fraction": 1.5}):
-        with pytest.raises(DataError, match="must be"):
+        with pytest.raises(ValueError, match="must be"):
             stratified(labels, **options)
 
 

@@ -147,5 +147,5 @@ def test_a_set_is_downloaded_and_checked(server, tmp_path, monkeypatch, capsys):
     (tmp_path / "set" / "file.bin").write_bytes(b"short")
     assert check("mnist", tmp_path) == {"set/file.bin": "damaged"}
     assert download("digits", tmp_path) == []
-    with pytest.raises(DataError, match="the data set must be one of"):
+    with pytest.raises(ValueError, match="the data set must be one of"):
         download("imagenet", tmp_path)

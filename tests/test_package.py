@@ -17,7 +17,16 @@ PACKAGE = ROOT / "src" / "balnorm"
 
 # From the bottom up: a module, or a folder of them, imports only from those before it.
 LIBRARY = ["core", "functional", "init", "layers", "tables", "surgery", "diagnostics", "norms", "models"]
-BENCH = ["data", "training", "recipes", "study", "cli", "__main__"]  # uses the library, and never the other way round
+BENCH = [
+    "errors",
+    "console",
+    "data",
+    "training",
+    "recipes",
+    "study",
+    "cli",
+    "__main__",
+]  # uses the library, and never the other way round
 ROOMS = {  # the order inside a folder, where it is kept
     "core": [
         *("torch_private", "options", "geometry", "mass", "balance", "matrix", "plan"),

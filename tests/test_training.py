@@ -643,7 +643,7 @@ def test_the_command_line(tmp_path):
         (["train", "digits", "--lr", "fast"], 2, "could not convert string to float: 'fast'"),
         (["train", "digits", "--norm", "batch"], 2, "balnorm-two-pass"),
         (["train", "digits", "--epochs", "0"], 2, "epochs must be above 0, got 0"),
-        (["train", "digits", "--checkpoint-steps", "0"], 1, "checkpoint_steps must be at least 1, got 0"),
+        (["train", "digits", "--checkpoint-steps", "0"], 2, "checkpoint_steps must be at least 1, got 0"),
         (["train", "cifar10-desk", "--root", "nowhere"], 1, "balnorm data get cifar10 --root nowhere"),
     ],
 )
@@ -669,7 +669,7 @@ def test_data_commands(tmp_path, capsys):
     assert main(["data", "get", "digits", "--root", str(tmp_path)]) == 0
     assert main(["data", "get"]) == 2
     assert "which data set? one of cifar10" in capsys.readouterr().err
-    assert main(["data", "get", "imagenet"]) == 1
+    assert main(["data", "get", "imagenet"]) == 2
     assert main(["data", "delete", "mnist"]) == 2
 
 

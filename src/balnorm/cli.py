@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import tyro
 
+from balnorm.console import patient_output
+from balnorm.errors import Failure, Stopped
 from balnorm.recipes import RECIPES, get_recipe
 from balnorm.training.config import NormName, Recipe
 
@@ -229,12 +232,13 @@ class Completion:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. The exit code is 0, or 1 if it failed, 2 for a mistake in the command, 130 after Ctrl-C."""
-    try:
-        code = _dispatch(sys.argv[1:] if arguments is None else arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:  # somebody reads no further, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    given = sys.argv[1:] if arguments is None else arguments
+    with patient_output() as out:
+        code = _dispatch(given)
+        out.flush()
+        lost = out.error is not None and out.error.errno != errno.EPIPE  # whoever closes a pipe has read enough
+        if lost and code == 0 and (given[0] in _PRINTING or {"-h", "--help"} & set(given)):
+            return _fail(f"the output could not be written ({_sentence(out.error)})", 1)
     return code
 
 
@@ -252,10 +256,14 @@ def _dispatch(given: list[str]) -> int:
         return _COMMANDS[name](rest)
     except ValueError as error:
         return _fail(error, 2)
+    except (Failure, OSError) as error:
+        return _fail(_sentence(error), 1)
+    except Stopped as stop:
+        return _fail(stop, 130) if os.environ.get("RANK", "0") == "0" else 130
     except SystemExit as stop:  # tyro has said what is wrong
         return int(stop.code or 0)
     except KeyboardInterrupt:
-        return _fail("stopped", 130)
+        return _fail("stopped: the same command goes on from what was saved", 130)
 
 
 def _usage(asked: bool) -> int:
@@ -323,10 +331,9 @@ def _as_option(field: str, value: str, default: Any) -> list[str]:
 
 
 def _run(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]]) -> int:
-    from balnorm.study.executors import Executor, LocalExecutor, RayExecutor, StudyError
+    from balnorm.study.executors import Executor, LocalExecutor, RayExecutor
     from balnorm.study.grid import plan
-    from balnorm.study.runner import Stopped, cores, dry_run, run_study
-    from balnorm.training.run import RunError
+    from balnorm.study.runner import cores, dry_run, run_study
 
     if grid.jobs < 1 or (grid.threads is not None and grid.threads < 1):
         raise ValueError("jobs and threads must be at least 1")
@@ -338,20 +345,15 @@ def _run(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]]) -> int:
         raise ValueError("jobs is for this machine: a Ray cluster runs as many as it has room for")
     out = grid.out or Path("studies") / recipe.name
     threads = grid.threads or (1 if grid.ray else max(1, cores() // grid.jobs))
-    try:
-        members = plan(recipe, out, grid.norms, grid.seeds, vary)
-        if grid.dry_run:
-            print(dry_run(members, grid.jobs, root=grid.root, threads=threads, device=grid.device))
-            return 0
-        executor: Executor = RayExecutor(grid.ray, threads, grid.gpus) if grid.ray else LocalExecutor(grid.jobs)
-        with contextlib.closing(executor):
-            outcomes = run_study(
-                members, executor, root=grid.root, threads=threads, device=grid.device, show=not grid.quiet
-            )
-    except Stopped as stop:
-        return _fail(stop, 130)
-    except (StudyError, RunError, OSError) as error:
-        return _fail(error, 1)
+    members = plan(recipe, out, grid.norms, grid.seeds, vary)
+    if grid.dry_run:
+        print(dry_run(members, grid.jobs, root=grid.root, threads=threads, device=grid.device))
+        return 0
+    executor: Executor = RayExecutor(grid.ray, threads, grid.gpus) if grid.ray else LocalExecutor(grid.jobs)
+    with contextlib.closing(executor):
+        outcomes = run_study(
+            members, executor, root=grid.root, threads=threads, device=grid.device, show=not grid.quiet
+        )
     code = _write_report(ReportOptions((out,), quiet=grid.quiet))
     failed = sum(outcome.end in ("failed", "stopped") for outcome in outcomes)
     return _fail(f"{failed} of {len(members)} runs failed; the same command tries them again", 1) if failed else code
@@ -378,7 +380,7 @@ def _write_report(options: ReportOptions) -> int:
             formats=options.formats,
         )
     except OSError as error:
-        return _fail(f"the report could not be written ({error})", 1)
+        return _fail(f"the report could not be written ({_sentence(error)})", 1)
     if not options.quiet:
         print(f"\n{report}\n")
     for problem in report.problems:
@@ -395,7 +397,6 @@ def _pack(arguments: list[str]) -> int:
     options = _parse(Pack, arguments, "pack", about)
     from balnorm.study.packed import METRICS, STUDY, write_packed
     from balnorm.study.results import read_results
-    from balnorm.training.run import RunError
 
     results, out = read_results([options.study]), options.out or options.study
     for problem in results.problems:
@@ -405,10 +406,7 @@ def _pack(arguments: list[str]) -> int:
         print(f"balnorm: {left} of {len(results.runs)} runs are not finished: left out", file=sys.stderr)
     if not packed.runs:
         raise ValueError(f"there is no finished run in {options.study}")
-    try:
-        write_packed(packed, out)
-    except (RunError, OSError) as error:
-        return _fail(error, 1)
+    write_packed(packed, out)
     print(f"{len(packed.runs)} runs: {out / STUDY} and {out / METRICS}")
     return 0
 
@@ -424,56 +422,41 @@ def _train(arguments: list[str]) -> int:
     options = _parse(Train, rest, f"train {name}", RECIPES[name].__doc__, default)
     recipe, where = options.recipe, options.where
     recipe.check()
-    from balnorm.data import DataError
-    from balnorm.training.checkpoint import CheckpointError
     from balnorm.training.processor import check_precision
-    from balnorm.training.run import RunError
-    from balnorm.training.trainer import Interrupted, train
+    from balnorm.training.trainer import train
 
-    try:
-        check_precision(recipe.precision, where.device)
-        train(
-            recipe,
-            where.out or Path("runs") / f"{recipe.name}-{recipe.norm}-{recipe.seed}",
-            root=where.root,
-            device=where.device,
-            checkpoint_steps=where.checkpoint_steps,
-            checkpoint_minutes=where.checkpoint_minutes,
-            show=not where.quiet,
-        )
-    except Interrupted as stop:
-        return _fail(stop, 130) if os.environ.get("RANK", "0") == "0" else 130
-    except KeyboardInterrupt:
-        return _fail("stopped; the same command goes on from what was saved last", 130)
-    except (CheckpointError, DataError, RunError, ValueError, OSError) as error:
-        return _fail(error, 1)
+    check_precision(recipe.precision, where.device)
+    train(
+        recipe,
+        where.out or Path("runs") / f"{recipe.name}-{recipe.norm}-{recipe.seed}",
+        root=where.root,
+        device=where.device,
+        checkpoint_steps=where.checkpoint_steps,
+        checkpoint_minutes=where.checkpoint_minutes,
+        show=not where.quiet,
+    )
     return 0
 
 
 def _data(arguments: list[str]) -> int:
     options = _parse(Data, arguments, "data", Data.__doc__)
-    from balnorm.data import SETS, DataError, check, download
+    from balnorm.data import SETS, check, download
 
     if options.action != "list" and options.name is None:
         raise ValueError(f"which data set? one of {', '.join(SETS)}, as in `balnorm data {options.action} cifar10`")
-    try:
-        for name in SETS if options.name is None else [options.name]:
-            if options.action == "get":
-                for path in download(name, options.root):
-                    print(path)
-            states = check(name, options.root)
-            if options.action == "list":
-                files = "inside scikit-learn" if not states else ", ".join(sorted(set(states.values())))
-                print(f"{name:15}{files}")
-            elif options.action == "check":
-                for file, state in states.items():
-                    print(f"{file:40}{state}")
-                if set(states.values()) & {"missing", "damaged"}:
-                    return 1
-    except DataError as error:
-        return _fail(error, 1)
-    except KeyboardInterrupt:
-        return _fail("stopped; the same command goes on from what was fetched", 130)
+    for name in SETS if options.name is None else [options.name]:
+        if options.action == "get":
+            for path in download(name, options.root):
+                print(path)
+        states = check(name, options.root)
+        if options.action == "list":
+            files = "inside scikit-learn" if not states else ", ".join(sorted(set(states.values())))
+            print(f"{name:15}{files}")
+        elif options.action == "check":
+            for file, state in states.items():
+                print(f"{file:40}{state}")
+            if set(states.values()) & {"missing", "damaged"}:
+                return 1
     return 0
 
 
@@ -516,24 +499,19 @@ def _inspect(arguments: list[str]) -> int:
         raise ValueError(f"images must be at least 1, got {options.images}")
     if options.figure is not None and options.figure.suffix not in (".svg", ".png", ".pdf"):
         raise ValueError(f"the figure must end in .svg, .png or .pdf, got {options.figure}")
-    from balnorm.data import DataError
     from balnorm.diagnostics import balance_report
-    from balnorm.training.checkpoint import CheckpointError
     from balnorm.training.saved import test_batch
 
-    try:
-        saved = _loaded(options.checkpoint)
-        recipe = saved.recipe
-        state = "finished" if saved.finished else f"{saved.epoch} of {recipe.epochs} epochs"
-        count = sum(parameter.numel() for parameter in saved.model.parameters())
-        print(f"{recipe.name} {recipe.norm} seed {recipe.seed}: {recipe.model}, {count:,} parameters, {state}\n")
-        report = balance_report(saved.model, test_batch(saved, options.root, options.images))
-        print(report)
-        if options.figure is not None:
-            report.figure().savefig(options.figure)
-            print(f"\nfigure: {options.figure}")
-    except (CheckpointError, DataError, OSError) as error:
-        return _fail(error, 1)
+    saved = _loaded(options.checkpoint)
+    recipe = saved.recipe
+    state = "finished" if saved.finished else f"{saved.epoch} of {recipe.epochs} epochs"
+    count = sum(parameter.numel() for parameter in saved.model.parameters())
+    print(f"{recipe.name} {recipe.norm} seed {recipe.seed}: {recipe.model}, {count:,} parameters, {state}\n")
+    report = balance_report(saved.model, test_batch(saved, options.root, options.images))
+    print(report)
+    if options.figure is not None:
+        report.figure().savefig(options.figure)
+        print(f"\nfigure: {options.figure}")
     return 0
 
 
@@ -550,17 +528,13 @@ def _loaded(checkpoint: Path) -> Saved:
 def _fold(arguments: list[str]) -> int:
     about = "Write a trained network with its balanced layers folded to plain convolutions."
     options = _parse(Fold, arguments, "fold", about)
-    from balnorm.training.checkpoint import CheckpointError
     from balnorm.training.saved import export_folded
 
-    try:
-        saved = _loaded(options.checkpoint)
-        if not saved.finished:
-            epochs = f"{saved.epoch} of {saved.recipe.epochs} epochs"
-            print(f"balnorm: the run is not finished; this is its network after {epochs}", file=sys.stderr)
-        export_folded(saved, options.out)
-    except (CheckpointError, OSError) as error:
-        return _fail(error, 1)
+    saved = _loaded(options.checkpoint)
+    if not saved.finished:
+        epochs = f"{saved.epoch} of {saved.recipe.epochs} epochs"
+        print(f"balnorm: the run is not finished; this is its network after {epochs}", file=sys.stderr)
+    export_folded(saved, options.out)
     print(options.out)
     return 0
 
@@ -629,11 +603,20 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
+_PRINTING = {"data", "bench", "inspect", "completion"}
+"""The commands that have done nothing if what they print does not arrive."""
+
+
 def _fail(error: Exception | str, code: int) -> int:
-    if isinstance(error, BrokenPipeError):  # not the fault of what was being done
-        raise error
     print(f"balnorm: {error}", file=sys.stderr)
     return code
+
+
+def _sentence(error: BaseException | None) -> str:
+    """What an error says, without its number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
 
 
 def _first_sentence(text: str | None) -> str:

@@ -150,7 +150,7 @@ class _progress_bar:  # noqa: N801  # a context manager, used as a function
 
 def _files(name: str) -> tuple[DataFile, ...]:
     if name not in SETS:
-        raise DataError(f"the data set must be one of {', '.join(SETS)}, got {name!r}")
+        raise ValueError(f"the data set must be one of {', '.join(SETS)}, got {name!r}")
     return SETS[name].files
 
 

@@ -71,7 +71,7 @@ class ImageFolder:
 
 def _split_folder(root: Path, split: str) -> Path:
     if split not in _SPLITS:
-        raise DataError(f"the split must be 'train' or 'test', got {split!r}")
+        raise ValueError(f"the split must be 'train' or 'test', got {split!r}")
     for name in _SPLITS[split]:
         if (root / name).is_dir():
             return root / name

@@ -17,12 +17,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from balnorm.errors import Failure
+
 __all__ = ["SETS", "DataError", "DataFile", "DataSet", "Images", "channel_statistics", "load", "stratified"]
 
 Split = Literal["train", "test"]
 
 
-class DataError(Exception):
+class DataError(Failure):
     """A data set is missing, truncated or not what it should be. The message says what to do."""
 
 
@@ -102,9 +104,9 @@ def load(
         ((100, 1, 8, 8), array([10, 10, 10, 10, 10, 10, 10, 10, 10, 10]))
     """
     if name not in SETS:
-        raise DataError(f"the data set must be one of {', '.join(SETS)}, got {name!r}")
+        raise ValueError(f"the data set must be one of {', '.join(SETS)}, got {name!r}")
     if split not in ("train", "test"):
-        raise DataError(f"the split must be 'train' or 'test', got {split!r}")
+        raise ValueError(f"the split must be 'train' or 'test', got {split!r}")
     everything = SETS[name].read(Path(root), split)
     return everything[stratified(everything.labels, limit=limit, fraction=fraction, seed=seed)]
 
@@ -114,11 +116,11 @@ def stratified(
 ) -> NDArray[np.int64]:
     """Indices, in ascending order, of a part of a data set in which every class keeps its share to within one image."""
     if limit is not None and limit < 1:
-        raise DataError(f"limit must be at least 1, got {limit}")
+        raise ValueError(f"limit must be at least 1, got {limit}")
     if fraction is not None and not 0.0 < fraction <= 1.0:
-        raise DataError(f"fraction must be above 0 and at most 1, got {fraction}")
+        raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}")
     if seed < 0:
-        raise DataError(f"seed must not be negative, got {seed}")
+        raise ValueError(f"seed must not be negative, got {seed}")
     total = len(labels)
     wanted = total if fraction is None else max(1, round(fraction * total))
     wanted = min(wanted, total if limit is None else limit)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from balnorm.console import say
 from balnorm.study.executors import Outcome
 from balnorm.study.grid import Member, State, settings_of
 from balnorm.training.run import Run, RunError
@@ -129,10 +130,7 @@ class Display:
         if self.show and self.live is not None:
             self.live.console.print(text, highlight=False, markup=False)
         elif self.show:
-            try:
-                print(text, flush=True)
-            except BrokenPipeError:  # nobody reads any more, which is no reason to stop a study
-                self.show = False
+            say(text)
 
     def time_left(self, setting: str | None = None) -> float:
         """Seconds, from what epochs took so far: of the same setting, or of all where it has none yet."""

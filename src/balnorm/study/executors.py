@@ -23,9 +23,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from balnorm.errors import Failure, Stopped
 from balnorm.study.grid import FAILURE, Member
 from balnorm.training.files import write_atomically
-from balnorm.training.processor import check_precision, remedy_after
+from balnorm.training.processor import ProcessorError, check_precision, remedy_after
 from balnorm.training.run import Run
 
 __all__ = ["Executor", "LocalExecutor", "Outcome", "RayExecutor", "StudyError", "Task", "execute"]
@@ -33,7 +34,7 @@ __all__ = ["Executor", "LocalExecutor", "Outcome", "RayExecutor", "StudyError", 
 End = Literal["done", "failed", "busy", "stopped"]
 
 
-class StudyError(Exception):
+class StudyError(Failure):
     """A study cannot be run. The message is one sentence and says what to do."""
 
 
@@ -87,7 +88,7 @@ def execute(task: Task) -> tuple[End, str]:
     import torch
 
     from balnorm.training.run import RunBusyError
-    from balnorm.training.trainer import Interrupted, train
+    from balnorm.training.trainer import train
 
     member = task.member
     failure = member.folder / FAILURE
@@ -97,7 +98,7 @@ def execute(task: Task) -> tuple[End, str]:
         train(member.recipe, member.folder, root=task.root, device=task.device, show=False)
     except RunBusyError as busy:
         return "busy", str(busy)
-    except (Interrupted, KeyboardInterrupt) as stop:
+    except (Stopped, KeyboardInterrupt) as stop:
         return "stopped", str(stop)
     except Exception as error:  # whatever it is, it ends this run and not the study
         keep_failure(member, traceback.format_exc())
@@ -341,7 +342,7 @@ def _execute_on_node(task: Task) -> tuple[End, str]:
         return "failed", f"{shared} is not on {platform.node()}: --out must be on storage that all machines share"
     try:
         check_precision(task.member.recipe.precision, task.device)  # each machine of a cluster has its own processor
-    except ValueError as error:
+    except ProcessorError as error:
         return "failed", str(error)
     sys.argv = list(task.command) or sys.argv  # of which the run keeps a record
     patience = time.monotonic() + 60

@@ -9,20 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from balnorm.errors import Stopped
 from balnorm.study.display import Display, clock
 from balnorm.study.executors import Executor, LocalExecutor, Outcome, StudyError, Task, keep_failure
 from balnorm.study.grid import FAILURE, Member, settings_of, state_of
 from balnorm.tables import text_table
 from balnorm.training.config import Recipe
-from balnorm.training.run import Run, RunError
+from balnorm.training.run import Run
 
-__all__ = ["Estimate", "Stopped", "cores", "dry_run", "estimate", "run_study"]
+__all__ = ["Estimate", "cores", "dry_run", "estimate", "run_study"]
 
 _LOOK = 0.5  # seconds between looks at the runs' folders
-
-
-class Stopped(Exception):  # noqa: N818  # it is no error
-    """Somebody pressed Ctrl-C; what was running is saved."""
 
 
 def run_study(
@@ -49,8 +46,7 @@ def run_study(
     if waiting:
         if isinstance(executor, LocalExecutor):
             kinds = {(m.recipe.data, m.recipe.image_size, m.recipe.precision): m.recipe for m in waiting}
-            if problem := executor.call(_problem, list(kinds.values()), root, device):
-                raise StudyError(problem)
+            executor.call(_check_machine, list(kinds.values()), root, device)
         waiting[0].folder.parent.mkdir(parents=True, exist_ok=True)
     place, command = Path(root).absolute(), tuple(sys.argv)
     tasks = [Task(replace(m, folder=m.folder.absolute()), place, threads, device, command) for m in waiting]
@@ -133,10 +129,8 @@ def estimate(
             continue
         left = member.recipe.epochs - (len(run.records()) if state == "unfinished" else 0)
         if name not in estimates:
-            result = executor.call(_measured, member.recipe, root, threads, device)
-            if isinstance(result, str):
-                raise StudyError(result)
-            estimates[name] = Estimate(name, 0, 0, result)
+            seconds = executor.call(_measured, member.recipe, root, threads, device)
+            estimates[name] = Estimate(name, 0, 0, seconds)
         known = estimates[name]
         estimates[name] = replace(known, runs=known.runs + 1, epochs=known.epochs + left)
     return list(estimates.values())
@@ -148,46 +142,34 @@ def cores() -> int:
 
 
 def _check(members: Sequence[Member]) -> None:
-    """Raise a StudyError where a folder holds something else than its run, before anything is started."""
+    """Raise an error where a folder holds something else than its run, before anything is started."""
     twice = [str(folder) for folder, count in Counter(member.folder for member in members).items() if count > 1]
     if twice:
         raise StudyError(f"two runs have the folder {twice[0]}")
-    try:
-        for member in members:
-            if not member.packed:
-                Run(member.folder).check(member.recipe)
-    except RunError as error:
-        raise StudyError(str(error)) from None
+    for member in members:
+        if not member.packed:
+            Run(member.folder).check(member.recipe)
 
 
-def _problem(recipes: Sequence[Recipe], root: str | Path, device: str | None) -> str | None:
-    """In a process of its own: what is wrong with the device, the processor or the data, if anything is."""
-    from balnorm.data import DataError
+def _check_machine(recipes: Sequence[Recipe], root: str | Path, device: str | None) -> None:
+    """In a process of its own: raise what is wrong with the device, the processor or the data, if anything is."""
     from balnorm.training.processes import processes
     from balnorm.training.processor import check_precision
     from balnorm.training.trainer import make_loaders
 
-    try:
-        with processes(device) as team:
-            for recipe in recipes:
-                check_precision(recipe.precision, team.device.type)
-                make_loaders(recipe, team, Path(root))
-    except (DataError, ValueError, OSError) as error:
-        return str(error)
-    return None
+    with processes(device) as team:
+        for recipe in recipes:
+            check_precision(recipe.precision, team.device.type)
+            make_loaders(recipe, team, Path(root))
 
 
-def _measured(recipe: Recipe, root: str | Path, threads: int, device: str | None) -> float | str:
-    """In a process of its own: the seconds of an epoch, or what is wrong."""
+def _measured(recipe: Recipe, root: str | Path, threads: int, device: str | None) -> float:
+    """In a process of its own: the seconds of an epoch."""
     import torch
 
-    from balnorm.data import DataError
     from balnorm.training.processor import check_precision
     from balnorm.training.trainer import measure
 
     torch.set_num_threads(threads)
-    try:
-        check_precision(recipe.precision, device)
-        return measure(recipe, root, device)
-    except (DataError, ValueError, OSError) as error:
-        return str(error)
+    check_precision(recipe.precision, device)
+    return measure(recipe, root, device)

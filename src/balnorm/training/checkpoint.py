@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from balnorm.errors import Failure
 from balnorm.training.files import written
 
 __all__ = ["CheckpointError", "load_checkpoint", "save_checkpoint", "set_aside"]
@@ -18,7 +19,7 @@ __all__ = ["CheckpointError", "load_checkpoint", "save_checkpoint", "set_aside"]
 _MAGIC = b"balnorm checkpoint 1\n"
 
 
-class CheckpointError(Exception):
+class CheckpointError(Failure):
     """A file is no good checkpoint, or none could be written. The message is one sentence."""
 
 

@@ -21,7 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CAP", "TRIAL", "Defect", "caps", "check_precision", "find_defect", "remedy_after"]
+from balnorm.errors import Failure
+
+__all__ = ["CAP", "TRIAL", "Defect", "ProcessorError", "caps", "check_precision", "find_defect", "remedy_after"]
 
 CAP = "ONEDNN_MAX_CPU_ISA"
 """The environment variable that limits oneDNN's instructions. It is read when torch is loaded."""
@@ -82,6 +84,10 @@ TRIAL: tuple[str, ...] = (sys.executable, "-W", "ignore", "-c", _PROGRAM)
 """The command that does torch's convolutions, forward and backward, in the precisions that follow."""
 
 
+class ProcessorError(Failure):
+    """This processor cannot do what was asked for."""
+
+
 @dataclass(frozen=True)
 class Defect:
     """What ended the trial, and the highest cap under which it survives, if there is one."""
@@ -117,7 +123,7 @@ def caps(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
 
 
 def check_precision(precision: str, device: str | None) -> None:
-    """Raise a ValueError that has the remedy, where training in this precision would end the process.
+    """Raise a ProcessorError that has the remedy, where training in this precision would end the process.
 
     Args:
         precision: a recipe's; float32 is not tried, because its defect is one of networks narrower than the recipes'.
@@ -130,7 +136,7 @@ def check_precision(precision: str, device: str | None) -> None:
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cpu") and (defect := find_defect([precision])) is not None:
-        raise ValueError(
+        raise ProcessorError(
             f"torch's convolutions in {precision} end the process on this processor ({defect.signal}): {defect.remedy}"
         )
 

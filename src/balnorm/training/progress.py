@@ -7,6 +7,8 @@ import time
 from types import TracebackType
 from typing import Any
 
+from balnorm.console import say
+
 __all__ = ["Progress"]
 
 
@@ -72,6 +74,6 @@ class Progress:
         if not self.show:
             return
         if self.bar is not None:
-            self.bar.console.print(text, highlight=False)
+            self.bar.console.print(text, highlight=False, markup=False)
         else:
-            print(text, flush=True)
+            say(text)

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from balnorm.errors import Failure
 from balnorm.training.config import Recipe, differences
 from balnorm.training.files import parse_json, write_atomically
 
@@ -24,7 +25,7 @@ __all__ = ["Run", "RunBusyError", "RunError", "check_records", "check_same", "en
 _NUMBERS = ("epoch", "lr", "momentum", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds")
 
 
-class RunError(Exception):
+class RunError(Failure):
     """A run's folder, or a packed study, cannot be used. The message is one sentence and says what to do."""
 
 

@@ -31,6 +31,7 @@ from balnorm.data import (
     soft_cross_entropy,
 )
 from balnorm.data.augment import generator
+from balnorm.errors import Stopped
 from balnorm.layers import BalNormLayer
 from balnorm.models import create_model
 from balnorm.norms import NORMS, set_progress
@@ -42,14 +43,10 @@ from balnorm.training.progress import Progress
 from balnorm.training.run import Run, RunError
 from balnorm.training.schedules import Rates, rates
 
-__all__ = ["Interrupted", "measure", "train"]
+__all__ = ["measure", "train"]
 
 _LOOK_UP = 10  # steps after which to see whether the loss is finite, somebody wants to stop, or it is time to save
 _MIXUP = 3  # the key of mixup's random numbers, beside those of order and augmentation
-
-
-class Interrupted(Exception):  # noqa: N818  # it is no error
-    """Somebody pressed Ctrl-C; the state is saved."""
 
 
 def train(
@@ -230,7 +227,7 @@ class Trainer:
                     return False
                 if interrupted:
                     self.save(time.perf_counter() - started)
-                    raise Interrupted(f"stopped, and saved in {self.run.folder}: the same command goes on from there")
+                    raise Stopped(f"stopped, and saved in {self.run.folder}: the same command goes on from there")
                 if late:
                     self.save(time.perf_counter() - started)
                     saved = time.monotonic()

@@ -1,0 +1,94 @@
+"""Standard output that never ends a command: not with a closed pipe, not on a full disk, not in a plain terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["Output", "patient_output", "say"]
+
+_PLAIN = str.maketrans({"–": "-", "∞": "inf"})  # noqa: RUF001  # what our tables have beyond ASCII
+
+
+class Output(io.TextIOBase):
+    """A stream that falls silent when it cannot be written to, and writes what its encoding lacks in another way."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.error: OSError | None = None
+        """Why it fell silent."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self.stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self.stream.write(_encodable(text, self.encoding)))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def isatty(self) -> bool:
+        return self.error is None and bool(self.stream.isatty())
+
+    def fileno(self) -> int:
+        return int(self.stream.fileno())
+
+    def _try(self, action: Callable[[], object]) -> None:
+        if self.error is not None:
+            return
+        try:
+            action()
+        except OSError as error:
+            self.error = error
+            # What is still in the buffer would be tried again at the very end, with an exit code of its own.
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self.stream.fileno())
+
+
+@contextlib.contextmanager
+def patient_output() -> Iterator[Output]:
+    """Standard output and error as :class:`Output` inside; gives the former."""
+    before = sys.stdout, sys.stderr
+    out, err = _opened(sys.stdout, 1), _opened(sys.stderr, 2)
+    sys.stdout, sys.stderr = out, err
+    try:
+        yield out
+    finally:
+        out.flush()
+        err.flush()
+        sys.stdout, sys.stderr = before
+
+
+def say(text: str) -> None:
+    """Print a line, or nothing where nobody reads any more: that is no reason to stop what is under way."""
+    if sys.stdout is not None:
+        out = sys.stdout if isinstance(sys.stdout, Output) else Output(sys.stdout)
+        print(text, file=out, flush=True)
+
+
+def _opened(stream: Any, number: int) -> Output:
+    """The stream; if it was closed before the command started, nowhere: else the next file would take its number."""
+    if stream is not None:
+        return Output(stream)
+    opened = -1
+    while opened < number:  # those below may be closed too
+        opened = os.open(os.devnull, os.O_RDWR)
+        os.set_inheritable(opened, True)
+    output = Output(open(number, "w", closefd=False))  # noqa: SIM115  # for as long as the process runs
+    output.error = OSError(errno.EBADF, os.strerror(errno.EBADF))
+    return output
+
+
+def _encodable(text: str, encoding: str) -> str:
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_PLAIN).encode(encoding, "backslashreplace").decode(encoding)
+    return text
