@@ -2,17 +2,27 @@
 
 import contextlib
 import io
+import json
 import os
+import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
+import torch
 
 from balnorm.cli import main
 from balnorm.recipes import get_recipe
+from balnorm.study.plots import figure_files
+from balnorm.study.report import write_report
 from balnorm.study.results import read_results
+from balnorm.training.checkpoint import load_checkpoint, save_checkpoint
+from balnorm.training.config import without_effect
 from balnorm.training.run import Run
+from balnorm.training.saved import load_saved
+from balnorm.training.saved import test_batch as batch_of_tests
 from balnorm.training.trainer import train
 from folders import make_run
 
@@ -103,3 +113,440 @@ def test_closed_streams_are_no_obstacle(tmp_path):
     (run,) = read_results([tmp_path / "study"]).runs
     assert run.state == "finished"
     assert (tmp_path / "study" / "report" / "index.html").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Trained networks
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run that finished, one that diverged, and one with standardised pixels."""
+    folder = tmp_path_factory.mktemp("runs")
+    train(RECIPE, folder / "finished", show=False)
+    train(replace(RECIPE, norm="balnorm", lr=1e12, schedule="constant"), folder / "diverged", show=False)
+    train(replace(RECIPE, norm="batchnorm", epochs=1), folder / "standardised", show=False)
+    return folder
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """A file system of 16 kB, where we may make one."""
+    place = tmp_path / "full"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(place)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no permission to mount")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["pt", "pt2", "onnx"])
+def test_a_network_that_cannot_be_written_is_one_sentence(runs, full_disk, tmp_path, capsys, kind):
+    """On a full disk, torch's writers ended the process with SIGABRT, or with a traceback."""
+    (tmp_path / f"folder.{kind}").mkdir()
+    (tmp_path / "file").write_text("")
+    for place, reason in {
+        full_disk / f"x.{kind}": "No space left on device",
+        tmp_path / f"folder.{kind}": "Is a directory",
+        tmp_path / "file" / f"x.{kind}": "File exists",
+    }.items():
+        assert main(["fold", str(runs / "finished"), "--out", str(place)]) == 1
+        printed = capsys.readouterr()
+        assert printed.err.endswith(f": {reason}\n")
+        assert printed.err.count("\n") == 1
+        assert printed.out == ""
+    assert list(full_disk.iterdir()) == []
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
+
+
+def test_a_diverged_run_is_called_that(runs, tmp_path, capsys):
+    assert main(["fold", str(runs / "diverged"), "--out", str(tmp_path / "x.pt")]) == 0
+    assert "the run has diverged; this is its network after 1 of 3 epochs" in capsys.readouterr().err
+    assert main(["inspect", str(runs / "diverged")]) == 0
+    printed = capsys.readouterr().out
+    assert "diverged after 1 of 3 epochs" in printed
+    assert "finished" not in printed
+    assert (
+        main(["train", "digits", *SMALL, "--lr", "1e12", "--schedule", "constant", "--out", str(runs / "diverged")])
+        == 0
+    )
+    assert "has diverged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["finished", "standardised"])
+def test_a_network_is_inspected_with_the_test_images_there_are(runs, monkeypatch, capsys, name):
+    """20 test images, fewer than the 64 that are asked for by default, were said to be too few for a "batch_size"."""
+    monkeypatch.setattr("balnorm.training.images.channel_statistics", pytest.fail)  # of the training images
+    assert main(["inspect", str(runs / name)]) == 0
+    assert "stem" in capsys.readouterr().out
+    saved = load_saved(runs / name)
+    assert len(batch_of_tests(saved, "data", 64)) == 20
+    assert len(batch_of_tests(saved, "data", 7)) == 7
+    assert saved.images.count == (100, 20)
+
+
+def test_a_figure_that_cannot_be_written_is_one_sentence(runs, tmp_path, capsys):
+    assert main(["inspect", str(runs / "finished"), "--figure", str(tmp_path / "nowhere" / "x.svg")]) == 1
+    assert capsys.readouterr().err.endswith("x.svg: No such file or directory\n")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Images that changed, and states that do not fit
+# --------------------------------------------------------------------------------------------------------------------
+
+FOLDER = replace(get_recipe("folder"), epochs=2, batch_size=4, width=8, image_size=16, workers=0, lr=0.01)
+
+
+def make_images(root, classes=("blue", "red"), count=4, splits=("train", "val")):
+    from PIL import Image
+
+    for split in splits:
+        for shade, name in enumerate(classes):
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                Image.new("RGB", (16, 16), (80 * shade, 20, 10 * i)).save(root / split / name / f"{i}.png")
+    return root
+
+
+def test_inspecting_needs_no_training_images(tmp_path, capsys):
+    images = make_images(tmp_path / "images")
+    train(FOLDER, tmp_path / "run", root=images, show=False)
+    shutil.rmtree(images / "train")
+    assert main(["inspect", str(tmp_path / "run"), "--root", str(images)]) == 0
+    assert load_saved(tmp_path / "run").images.classes == ("blue", "red")
+    shutil.rmtree(images / "val" / "red")
+    assert main(["inspect", str(tmp_path / "run"), "--root", str(images)]) == 1
+    assert "val has no images of red" in capsys.readouterr().err
+
+
+def test_a_changed_image_folder_is_told_at_resume(tmp_path, capsys):
+    images = make_images(tmp_path / "images")
+    train(replace(FOLDER, epochs=1), tmp_path / "run", root=images, show=False)
+    options = ["train", "folder", "--epochs", "1", "--batch-size", "4", "--width", "8", "--image-size", "16"]
+    options += ["--workers", "0", "--lr", "0.01", "--out", str(tmp_path / "run"), "--root", str(images)]
+    assert main(options) == 0
+    (images / "train" / "red" / "0.png").unlink()
+    assert main(options) == 1
+    told = "are not those that {} was started with: there were 8 to train with and 8 to test with, and are 7 to"
+    assert told.format(tmp_path / "run") in capsys.readouterr().err
+    make_images(images, classes=["green"])
+    assert main(options) == 1
+    assert "the classes were blue, red, and are blue, green, red\n" in capsys.readouterr().err
+
+
+def change_position(**values):
+    return lambda state: state["position"].update(values)
+
+
+def change_optimizer(state):
+    next(iter(state["optimizer"]["state"].values()))["momentum_buffer"] = torch.zeros(3)
+
+
+UNFIT = {
+    "a weight of another shape": lambda state: state["model"].update({"head.weight": torch.zeros(2, 2)}),
+    "a weight less": lambda state: state["model"].popitem(),
+    "no weights": lambda state: state.update(model=7),
+    "no images": lambda state: state.update(images=[]),
+    "an epoch beyond the last": change_position(epoch=99),
+    "an epoch that is no number": change_position(epoch="1"),
+    "a step beyond the last": change_position(step=3),
+    "a time that is none": change_position(seconds=float("nan")),
+    "other sums": change_position(sums=torch.zeros(2)),
+    "a position of more": change_position(speed=1),
+    "an optimiser of another network": change_optimizer,
+    "an optimiser with other options": lambda state: state["optimizer"]["param_groups"][0].update(nesterov=True),
+    "no optimiser": lambda state: state.update(optimizer={}),
+    "no random state": lambda state: state.update(rng=[torch.zeros(3)]),
+    "a part more": lambda state: state.update(more=1),
+    "another recipe": lambda state: state["recipe"].update(lr=0.2),
+}
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """A run with two checkpoints, of one epoch and of two; and the same run to its end."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    train(RECIPE, folder / "whole", show=False)
+    add_record = Run.add_record
+
+    def failing(self, record):
+        if record["epoch"] == 3:
+            raise KeyboardInterrupt
+        add_record(self, record)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "add_record", failing)
+        with pytest.raises(KeyboardInterrupt):
+            train(RECIPE, folder / "run", show=False)
+    return folder
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_a_state_that_does_not_fit_leaves_the_one_before(interrupted, tmp_path, capsys, kind):
+    """With the right checksum and wrong content, the resumed run ended with a traceback."""
+    shutil.copytree(interrupted / "run", tmp_path / "run")
+    path = tmp_path / "run" / "checkpoint.pt"
+    state = load_checkpoint(path).state
+    UNFIT[kind](state)
+    previous = path.with_name("checkpoint.pt.previous").read_bytes()
+    save_checkpoint(path, state)
+    path.with_name("checkpoint.pt.previous").write_bytes(previous)
+    train(RECIPE, tmp_path / "run")
+    printed = capsys.readouterr().out
+    assert "checkpoint.pt holds no state that fits (" in printed
+    assert "going on from the one before" in printed
+    assert "at epoch 2, step 0" in printed
+    ours, theirs = (Run(folder).records()[-1] for folder in (tmp_path / "run", interrupted / "whole"))
+    assert (ours["epoch"], ours["test_loss"]) == (3, theirs["test_loss"])
+
+
+def test_two_states_that_do_not_fit_are_one_sentence(interrupted, tmp_path, capsys):
+    shutil.copytree(interrupted / "run", tmp_path / "run")
+    state = load_checkpoint(tmp_path / "run" / "checkpoint.pt").state
+    for _ in range(2):
+        save_checkpoint(tmp_path / "run" / "checkpoint.pt", {**state, "model": {}})
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert main(["train", "digits", *SMALL, "--out", str(tmp_path / "run")]) == 1
+    printed = capsys.readouterr().err
+    assert printed.endswith(f"move {tmp_path / 'run'} away to start again\n")
+    assert printed.count("\n") == 1
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    for command in (["inspect"], ["fold", "--out", str(tmp_path / "x.pt")]):
+        assert main([command[0], str(tmp_path / "run"), *command[1:]]) == 1
+        assert "holds no state that fits" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Folders of images
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def break_link(images):
+    (images / "train" / "red" / "9.png").symlink_to(images / "gone.png")
+
+
+FOLDERS = {
+    "an empty class": (
+        lambda images: [p.unlink() for p in (images / "train/red").iterdir()],
+        "train has no images of red",
+    ),
+    "no class to test": (
+        lambda images: shutil.rmtree(images / "val/red"),
+        "val has no images of red: add some, or remove",
+    ),
+    "a broken link": (break_link, "red/9.png cannot be opened: the link leads nowhere, mend or remove it"),
+    "one class": (
+        lambda images: [shutil.rmtree(images / s / "red") for s in ("train", "val")],
+        "has one class only, blue",
+    ),
+    "no image": (lambda images: (images / "val/red/0.png").write_bytes(b"no"), "0.png cannot be decoded"),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_folders_of_images_that_cannot_be_meant_are_refused(tmp_path, capsys, kind):
+    images = make_images(tmp_path / "images")
+    change, answer = FOLDERS[kind]
+    change(images)
+    options = ["--epochs", "1", "--batch-size", "2", "--width", "8", "--image-size", "16", "--workers", "0"]
+    assert main(["train", "folder", *options, "--root", str(images), "--out", str(tmp_path / "run")]) == 1
+    printed = capsys.readouterr().err
+    assert answer in printed
+    assert printed.count("\n") == 1
+    assert "skip_corrupt" not in printed  # which the command line does not have
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Mistakes in a command
+# --------------------------------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "--lr 1e300": "lr must be at most 1e+30, got 1e+300",
+    "--weight-decay 1e308": "weight_decay must be at most 1e+30, got 1e+308",
+    "--mixup input --alpha 1e300": "alpha must be at most 1e+06, got 1e+300",
+    "--clip-norm 1e300": "clip_norm must be at most 1e+30",
+    "--epochs 99999999999999999999": "epochs must be at most 1e+09",
+    "--padding 100000": "padding must be at most 8, the size of an image, got 100000",
+    "--device meta": "device 'meta' holds no numbers",
+    "--device foo": "device must be such as cpu, cuda or cuda:1, got 'foo'",
+    "--batch-size 5000": "batch_size must be from 1 to 100 for 100 images, got 5000",
+    "--train-limit -5": "train_limit must be above 0, got -5",
+}
+OF_TRAIN = {
+    "--checkpoint-minutes nan": "checkpoint_minutes must be 0 or more, and finite, got nan",
+    "--checkpoint-minutes -1": "checkpoint_minutes must be 0 or more",
+    "--checkpoint-steps 0": "checkpoint_steps must be at least 1, got 0",
+}
+OF_COMPARE = {
+    "--ray=": 'ray must be the address of a cluster, or "local"',
+    "--ray local --gpus nan": "gpus must not be negative",
+    "--vary batch_size=50,5000": "batch_size must be from 1 to 100 for 100 images, got 5000",
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "answer"),
+    [("train", *each) for each in (MISTAKES | OF_TRAIN).items()]
+    + [("compare", *each) for each in (MISTAKES | OF_COMPARE).items()],
+)
+def test_mistakes_exit_with_two_and_a_sentence(tmp_path, capfd, command, options, answer):
+    assert main([command, "digits", *SMALL, *options.split(" "), "--out", str(tmp_path / "out")]) == 2
+    printed = capfd.readouterr().err
+    assert answer in printed
+    assert printed.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_network_beyond_the_memory_is_one_sentence(tmp_path, capsys):
+    assert main(["train", "digits", *SMALL, "--width", "1000000", "--out", str(tmp_path / "run")]) == 1
+    assert capsys.readouterr().err.startswith("balnorm: there is not enough memory: ")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ("--alpha 2", "alpha has no effect: there is no mixup"),
+        ("--workers 7", "workers has no effect: the images come from no folder"),
+        ("--schedule onecycle --momentum 0.5", "momentum has no effect: the one-cycle schedule has its own"),
+        ("--padding 0", ""),
+        ("--mixup input --alpha 2", ""),
+    ],
+)
+def test_options_without_effect_are_told(tmp_path, capsys, options, answer):
+    folder = ["--root", str(tmp_path / "nowhere"), "--out", str(tmp_path / "run")]
+    assert main(["train", "cifar10-desk", *options.split(), *folder]) == 1  # there is no data
+    *told, _ = capsys.readouterr().err.splitlines()
+    assert told == ([f"balnorm: {answer}"] if answer else [])
+    assert main(["compare", "cifar10-desk", *options.split(), *folder]) == 1
+    *told, _ = capsys.readouterr().err.splitlines()
+    assert told == ([f"balnorm: {answer}"] if answer else [])
+
+
+def test_an_option_that_matters_to_some_runs_is_no_mistake():
+    base = get_recipe("digits")
+    mixed, plain = replace(base, alpha=2.0, mixup="input"), replace(base, alpha=2.0)
+    assert without_effect(base, [plain, plain]) == ["alpha has no effect: there is no mixup"]
+    assert without_effect(base, [plain, mixed]) == []
+    assert without_effect(base, [replace(base, image_size=64, workers=1)]) == [
+        "image_size has no effect: the images come from no folder",
+        "workers has no effect: the images come from no folder",
+    ]
+    assert without_effect(get_recipe("folder"), [replace(get_recipe("folder"), padding=2)]) == [
+        "padding has no effect: images from folders are cropped at random instead"
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reports of odd names and hostile files
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are bytes there")
+def test_a_name_that_is_not_utf8_stops_no_report(tmp_path, capsys):
+    run = make_run(tmp_path, name="balnorm-\udcff-seed0")
+    (run.folder / "holiday-\udcfe.jpg").write_text("")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "holiday-\\udcfe.jpg" in capsys.readouterr().err
+    page = (tmp_path / "report" / "index.html").read_bytes().decode()
+    assert "balnorm-%FF-seed0/metrics.jsonl" in page
+    assert "holiday-\\udcfe.jpg" in page
+
+
+ODD_NAMES = ["a$b", "$", "$\\alpha$", "\udcff", "\x00\x1b", "_", "名前", "</td><script>alert(1)</script>", "`[x](y)`|*"]
+
+
+def test_odd_names_are_drawn_as_they_are(tmp_path):
+    """A lone dollar in one of two names ended the report between its files."""
+    for name in ODD_NAMES:
+        run = make_run(tmp_path, name=f"run{ODD_NAMES.index(name)}", lr=0.1)
+        run.config.write_text(json.dumps({**json.loads(run.config.read_text()), "name": name}))
+    report = write_report([tmp_path], tmp_path / "report", title="$")
+    assert not report.problems
+    drawing = (tmp_path / "report" / "accuracy.svg").read_text()
+    assert ET.fromstring(drawing).tag.endswith("svg")
+    for shown in ("name=a$b", "name=$", r"name=$\alpha$", r"name=\udcff", r"name=\x00\x1b", "name=名前"):
+        assert f">{shown}</text>" in drawing
+    text = (tmp_path / "report" / "results.md").read_text()
+    assert "<script" not in text
+    assert "balnorm name=&lt;/td&gt;&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert r"balnorm name=\`\[x\](y)\`\|\*" in text
+
+
+def test_a_figure_that_cannot_be_drawn_stops_no_page_and_leaves_nothing_stale(tmp_path, monkeypatch):
+    for lr in (0.1, 0.2, 0.3):
+        make_run(tmp_path, lr=lr)
+    folder = tmp_path / "report"
+    write_report([tmp_path], folder)
+    (folder / "mine.svg").write_text("")
+    assert (folder / "by-lr.png").exists()
+    shutil.rmtree(tmp_path / "runs" / "balnorm-lr=0.3-seed0")
+
+    def fail(figure, formats):
+        if figure.key == "loss":
+            raise RuntimeError("no font\nat all")
+        return figure_files(figure, formats)
+
+    monkeypatch.setattr("balnorm.study.report.figure_files", fail)
+    report = write_report([tmp_path], folder, formats=["svg"])
+    assert report.problems == ("loss could not be drawn (no font at all)",)
+    assert "loss could not be drawn" in report.page.read_text()
+    names = {path.name for path in folder.iterdir() if path.suffix not in (".csv", ".md", ".tex")}
+    assert names == {"index.html", "accuracy.svg", "training-loss.svg", "mine.svg"}
+
+
+def test_a_file_that_cannot_be_written_stops_no_other(tmp_path, capsys):
+    make_run(tmp_path)
+    (tmp_path / "out" / "accuracy.svg" / "full").mkdir(parents=True)
+    assert main(["report", str(tmp_path), "--formats", "svg", "--out", str(tmp_path / "out")]) == 1
+    assert "the report could not be written (" in capsys.readouterr().err
+    assert {"index.html", "loss.svg", "results.csv"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_a_folder_of_somebody_else_is_not_cleared(tmp_path):
+    make_run(tmp_path)
+    (tmp_path / "out").mkdir()
+    for name in ("by-lr.svg", "differences.csv", "index.html"):
+        (tmp_path / "out" / name).write_text("mine")
+    write_report([tmp_path], tmp_path / "out", formats=["svg"])
+    assert (tmp_path / "out" / "by-lr.svg").read_text() == "mine"
+    assert (tmp_path / "out" / "differences.csv").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "environment.json"])
+def test_deeply_nested_files_are_told(tmp_path, name):
+    make_run(tmp_path, seed=0)
+    run = make_run(tmp_path, seed=1)
+    (run.folder / name).write_text("[" * 100_000 + "\n")
+    results = read_results([tmp_path])
+    assert len(results.problems) == 1
+    assert name in results.problems[0]
+
+
+def lines(*records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+GOOD = {"epoch": 1, "lr": 0.1, "momentum": 0.9, "train_loss": 1.0, "train_accuracy": 0.5, "test_loss": 1.0}
+GOOD |= {"test_accuracy": 0.5, "seconds": 1.0, "peak_memory": None}
+IMPOSSIBLE = {
+    "line 1 has 5.0 for test_accuracy, which cannot be": [{**GOOD, "test_accuracy": 5.0}],
+    "line 1 has -0.1 for train_accuracy, which cannot be": [{**GOOD, "train_accuracy": -0.1}],
+    "line 1 has -3 for seconds, which cannot be": [{**GOOD, "seconds": -3}],
+    "line 1 has -1.0 for test_loss, which cannot be": [{**GOOD, "test_loss": -1.0}],
+    "line 1 has True for peak_memory, which cannot be": [{**GOOD, "peak_memory": True}],
+    "line 2 is epoch 3 in place of 2": [GOOD, {**GOOD, "epoch": 3}],
+    "line 3 is epoch 3 of a run of 2": [{**GOOD, "epoch": epoch} for epoch in (1, 2, 3)],
+    "line 2 goes on after the run diverged": [{"epoch": 1, "diverged": True, "seconds": 1.0}, {**GOOD, "epoch": 2}],
+}
+
+
+@pytest.mark.parametrize("answer", IMPOSSIBLE)
+def test_metrics_that_cannot_be_are_a_failed_run(tmp_path, answer):
+    run = make_run(tmp_path)
+    run.metrics.write_text(lines(*IMPOSSIBLE[answer]))
+    results = read_results([tmp_path])
+    assert results.count("failed") == 1
+    assert answer in results.problems[0]

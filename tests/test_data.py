@@ -487,7 +487,9 @@ def test_corrupt_images_are_named_and_skipped_only_if_asked(folder):
     bad.write_bytes(bad.read_bytes()[:100])
     data = ImageFolder.scan(folder, "train")
     for workers in (0, 1):
-        with pytest.raises(DataError, match=r"green/0.jpg cannot be decoded \(.*\): remove it, or ask for") as raised:
+        with pytest.raises(
+            DataError, match=r"green/0.jpg cannot be decoded \(.*\): replace it, or remove it"
+        ) as raised:
             list(FolderLoader(data, 4, training=True, size=16, workers=workers).epoch(0))
         assert "\n" not in str(raised.value)
     loader = FolderLoader(data, 4, training=True, size=16, workers=0, skip_corrupt=True)

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 import balnorm.functional as BF
 from balnorm import BalNormConv2d, balance_report, convert, update_stats
+from balnorm.data import ImageSpec
 from balnorm.layers import LayerOptions
 from balnorm.models import create_model, preact_resnet, resnet
 from balnorm.norms import NORMS, set_progress
@@ -435,12 +436,15 @@ def test_the_trainer_looks_at_values_to_report_only(fields, monkeypatch):
     assert ours[-1] == "train_epoch"
 
 
+IMAGES = ImageSpec(1, 8, tuple("0123456789"), (0.3,), (0.3,), (80, 20))
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @pytest.mark.parametrize("norm", ["balnorm-position", "batchnorm"])
 def test_a_step_under_autocast(precision, norm, monkeypatch):
     model = on_meta(create_model, "wide_resnet", norm, depth=8, width=8, in_channels=1)
     monkeypatch.setattr("balnorm.training.trainer.make_model", lambda *_: model)
-    monkeypatch.setattr("balnorm.training.trainer.make_loaders", lambda *_: (None, None, 1, 10))
+    monkeypatch.setattr("balnorm.training.trainer.make_loaders", lambda *_: (None, None, IMAGES))
     with gpu("cpu", model):
         trainer = make_trainer("cpu", precision=precision, clip_norm=1.0)
         for _ in range(2):

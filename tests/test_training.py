@@ -487,7 +487,7 @@ def test_no_good_checkpoint_is_one_sentence(tmp_path):
         (tmp_path / name).write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match=r"is not a checkpoint of balnorm"):
         load_checkpoint(run.checkpoint)
-    with pytest.raises(CheckpointError, match=r"is not a checkpoint of balnorm.*delete the folder to start again"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint of balnorm.*move .* away to start again"):
         train(SMALL, tmp_path, show=False)
     assert load_checkpoint(tmp_path / "nothing.pt") is None
 

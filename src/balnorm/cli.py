@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import io
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +19,8 @@ import tyro
 from balnorm.console import patient_output
 from balnorm.errors import Failure, Stopped
 from balnorm.recipes import RECIPES, get_recipe
-from balnorm.training.config import NormName, Recipe
+from balnorm.training.config import NormName, Recipe, without_effect
+from balnorm.training.files import write_atomically
 
 if TYPE_CHECKING:
     from balnorm.training.saved import Saved
@@ -260,6 +263,10 @@ def _dispatch(given: list[str]) -> int:
         return _fail(_sentence(error), 1)
     except Stopped as stop:
         return _fail(stop, 130) if os.environ.get("RANK", "0") == "0" else 130
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error).lower():
+            raise
+        return _fail("there is not enough memory: a smaller batch, width or image size needs less", 1)
     except SystemExit as stop:  # tyro has said what is wrong
         return int(stop.code or 0)
     except KeyboardInterrupt:
@@ -319,7 +326,7 @@ def _compare(arguments: list[str]) -> int:
             raise ValueError(f"--vary has {field} twice: give all of its values at once, as lr=0.01,0.1,1")
         parsed = [parse(_as_option(field, value, getattr(recipe, field))) for value in values.split(",")]
         vary[field] = [getattr(each.recipe, field) for each in parsed]
-    return _run(Recipe(**vars(options.recipe)), options.grid, vary)
+    return _run(Recipe(**vars(options.recipe)), options.grid, vary, recipe)
 
 
 def _as_option(field: str, value: str, default: Any) -> list[str]:
@@ -330,14 +337,16 @@ def _as_option(field: str, value: str, default: Any) -> list[str]:
     return [f"--{field}", value]
 
 
-def _run(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]]) -> int:
+def _run(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]], base: Recipe) -> int:
     from balnorm.study.executors import Executor, LocalExecutor, RayExecutor
     from balnorm.study.grid import plan
     from balnorm.study.runner import cores, dry_run, run_study
 
     if grid.jobs < 1 or (grid.threads is not None and grid.threads < 1):
         raise ValueError("jobs and threads must be at least 1")
-    if grid.gpus < 0 or (grid.ray is None and grid.gpus):
+    if grid.ray == "":
+        raise ValueError('ray must be the address of a cluster, or "local"')
+    if not 0 <= grid.gpus < math.inf or (grid.ray is None and grid.gpus):
         raise ValueError("gpus must not be negative, and is for a Ray cluster: give --ray too")
     if grid.gpus > 1 and grid.gpus % 1:
         raise ValueError(f"gpus must be a whole number, or below 1 to share one, got {grid.gpus}")
@@ -346,6 +355,7 @@ def _run(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]]) -> int:
     out = grid.out or Path("studies") / recipe.name
     threads = grid.threads or (1 if grid.ray else max(1, cores() // grid.jobs))
     members = plan(recipe, out, grid.norms, grid.seeds, vary)
+    _remark(*without_effect(base, [member.recipe for member in members]))
     if grid.dry_run:
         print(dry_run(members, grid.jobs, root=grid.root, threads=threads, device=grid.device))
         return 0
@@ -383,8 +393,7 @@ def _write_report(options: ReportOptions) -> int:
         return _fail(f"the report could not be written ({_sentence(error)})", 1)
     if not options.quiet:
         print(f"\n{report}\n")
-    for problem in report.problems:
-        print(f"balnorm: {problem}", file=sys.stderr)
+    _remark(*report.problems)
     print(report.page if options.quiet else f"report: {report.page}")
     return 0
 
@@ -399,11 +408,10 @@ def _pack(arguments: list[str]) -> int:
     from balnorm.study.results import read_results
 
     results, out = read_results([options.study]), options.out or options.study
-    for problem in results.problems:
-        print(f"balnorm: {problem}", file=sys.stderr)
+    _remark(*results.problems)
     packed = results.packed()
     if left := len(results.runs) - len(packed.runs):
-        print(f"balnorm: {left} of {len(results.runs)} runs are not finished: left out", file=sys.stderr)
+        _remark(f"{left} of {len(results.runs)} runs are not finished: left out")
     if not packed.runs:
         raise ValueError(f"there is no finished run in {options.study}")
     write_packed(packed, out)
@@ -422,6 +430,7 @@ def _train(arguments: list[str]) -> int:
     options = _parse(Train, rest, f"train {name}", RECIPES[name].__doc__, default)
     recipe, where = options.recipe, options.where
     recipe.check()
+    _remark(*without_effect(get_recipe(name), [recipe]))
     from balnorm.training.processor import check_precision
     from balnorm.training.trainer import train
 
@@ -473,13 +482,12 @@ def _bench(arguments: list[str]) -> int:
 
     import torch
 
-    from balnorm.data import SETS
     from balnorm.study.measure import bench
+    from balnorm.training.images import image_shape
     from balnorm.training.processes import processes
     from balnorm.training.processor import check_precision
 
-    known = SETS.get(recipe.data)
-    channels, size, classes = (known.channels, known.size, known.classes) if known else (3, recipe.image_size, 1000)
+    (channels, size, _), classes = image_shape(recipe)
     with processes(bench_options.device) as team:
         device = team.device
     check_precision(recipe.precision, device.type)
@@ -504,13 +512,15 @@ def _inspect(arguments: list[str]) -> int:
 
     saved = _loaded(options.checkpoint)
     recipe = saved.recipe
-    state = "finished" if saved.finished else f"{saved.epoch} of {recipe.epochs} epochs"
+    state = saved.state if saved.state == "finished" else f"{saved.state} after {saved.epoch} of {recipe.epochs} epochs"
     count = sum(parameter.numel() for parameter in saved.model.parameters())
     print(f"{recipe.name} {recipe.norm} seed {recipe.seed}: {recipe.model}, {count:,} parameters, {state}\n")
     report = balance_report(saved.model, test_batch(saved, options.root, options.images))
     print(report)
     if options.figure is not None:
-        report.figure().savefig(options.figure)
+        picture = io.BytesIO()
+        report.figure().savefig(picture, format=options.figure.suffix[1:])
+        write_atomically(options.figure, picture.getvalue())
         print(f"\nfigure: {options.figure}")
     return 0
 
@@ -521,7 +531,7 @@ def _loaded(checkpoint: Path) -> Saved:
 
     saved = load_saved(checkpoint)
     if saved.remark:
-        print(f"balnorm: {saved.remark}", file=sys.stderr)
+        _remark(saved.remark)
     return saved
 
 
@@ -531,9 +541,10 @@ def _fold(arguments: list[str]) -> int:
     from balnorm.training.saved import export_folded
 
     saved = _loaded(options.checkpoint)
-    if not saved.finished:
+    if saved.state != "finished":
         epochs = f"{saved.epoch} of {saved.recipe.epochs} epochs"
-        print(f"balnorm: the run is not finished; this is its network after {epochs}", file=sys.stderr)
+        what = "has diverged" if saved.state == "diverged" else "is not finished"
+        _remark(f"the run {what}; this is its network after {epochs}")
     export_folded(saved, options.out)
     print(options.out)
     return 0
@@ -608,8 +619,13 @@ _PRINTING = {"data", "bench", "inspect", "completion"}
 
 
 def _fail(error: Exception | str, code: int) -> int:
-    print(f"balnorm: {error}", file=sys.stderr)
+    _remark(str(error))
     return code
+
+
+def _remark(*sentences: str) -> None:
+    for sentence in sentences:
+        print(f"balnorm: {sentence}", file=sys.stderr)
 
 
 def _sentence(error: BaseException | None) -> str:

@@ -9,7 +9,7 @@ from balnorm.data.download import check, download
 from balnorm.data.folders import IMAGENET_STATISTICS, FolderLoader, ImageFolder
 from balnorm.data.loaders import MemoryLoader
 from balnorm.data.mixup import Blend, Mixup, soft_cross_entropy
-from balnorm.data.sources import SETS, DataError, Images, channel_statistics, load
+from balnorm.data.sources import SETS, DataError, Images, ImageSpec, channel_statistics, load
 
 __all__ = [
     "IMAGENET_STATISTICS",
@@ -18,6 +18,7 @@ __all__ = [
     "DataError",
     "FolderLoader",
     "ImageFolder",
+    "ImageSpec",
     "Images",
     "MemoryLoader",
     "Mixup",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,30 +41,43 @@ class ImageFolder:
 
     @staticmethod
     def scan(
-        root: str | Path, split: str, *, limit: int | None = None, fraction: float | None = None, seed: int = 0
+        root: str | Path,
+        split: str,
+        *,
+        classes: Sequence[str] | None = None,
+        limit: int | None = None,
+        fraction: float | None = None,
+        seed: int = 0,
     ) -> ImageFolder:
         """Look through ``root/train`` (or ``root/val``) for a folder for each class, with the images in it.
 
-        Classes are numbered in the alphabetical order of the training folders, as is usual for ImageNet. ``limit``,
-        ``fraction`` and ``seed`` are those of :func:`balnorm.data.load`.
+        Classes are numbered in the alphabetical order of the training folders, as is usual for ImageNet, or as in
+        ``classes`` where those folders are not at hand. Every class has to have images. ``limit``, ``fraction`` and
+        ``seed`` are those of :func:`balnorm.data.load`.
         """
         root = Path(root)
-        folders = {name: _split_folder(root, name) for name in ("train", split)}
-        found = {name: _class_folders(folder) for name, folder in folders.items()}
-        classes = tuple(found["train"])
-        if unknown := sorted(set(found[split]) - set(classes)):
-            raise DataError(
-                f"{folders[split]} has classes that are not in {folders['train']}: {', '.join(unknown[:5])}"
-            )
+        folder = _split_folder(root, split)
+        found = _class_folders(folder)
+        source = "the run"
+        if classes is None:
+            train = _split_folder(root, "train")
+            classes, source = _class_folders(train), str(train)
+        if unknown := sorted(set(found) - set(classes)):
+            raise DataError(f"{folder} has classes that are not in {source}: {', '.join(unknown[:5])}")
+        if len(classes) < 2:
+            raise DataError(f"{source} has one class only, {classes[0]}: put the images of each class into one folder")
         paths: list[Path] = []
         labels: list[int] = []
         for label, name in enumerate(classes):
-            images = _images_in(folders[split] / name)
+            images = _images_in(folder / name)
             paths += images
             labels += [label] * len(images)
         if not paths:
-            raise DataError(f"{folders[split]} has no images: their names should end in {', '.join(sorted(_SUFFIXES))}")
-        everything = ImageFolder(tuple(paths), np.array(labels, dtype=np.int64), classes)
+            raise DataError(f"{folder} has no images: their names should end in {', '.join(sorted(_SUFFIXES))}")
+        known = set(labels)
+        if empty := [name for label, name in enumerate(classes) if label not in known]:
+            raise DataError(f"{folder} has no images of {_some(empty)}: add some, or remove the class everywhere")
+        everything = ImageFolder(tuple(paths), np.array(labels, dtype=np.int64), tuple(classes))
         chosen = stratified(everything.labels, limit=limit, fraction=fraction, seed=seed)
         return replace(everything, paths=tuple(paths[i] for i in chosen), labels=everything.labels[chosen])
 
@@ -94,8 +107,15 @@ def _images_in(folder: Path) -> list[Path]:
         return []
     if not os.access(folder, os.R_OK | os.X_OK):
         raise DataError(f"{folder} cannot be read: check its permissions")
-    candidates = (path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
+    candidates = [path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES]
+    if broken := sorted(str(path) for path in candidates if path.is_symlink() and not path.exists()):
+        raise DataError(f"{_some(broken)} cannot be opened: the link leads nowhere, mend or remove it")
     return sorted(path for path in candidates if path.is_file() and not path.name.startswith("."))
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of several names, and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 class FolderLoader:
@@ -157,7 +177,7 @@ class FolderLoader:
         for images, labels, errors in batches:
             for path, error in errors:
                 if not self.skip_corrupt:
-                    raise DataError(f"{path} cannot be decoded ({error}): remove it, or ask for skip_corrupt=True")
+                    raise DataError(f"{path} cannot be decoded ({error}): replace it, or remove it")
                 self.skipped[path] = error
             if not len(labels) and self.shares.training:
                 raise DataError(f"all {len(errors)} images of a batch cannot be decoded, {errors[0][0]} among them")

@@ -19,7 +19,17 @@ from numpy.typing import NDArray
 
 from balnorm.errors import Failure
 
-__all__ = ["SETS", "DataError", "DataFile", "DataSet", "Images", "channel_statistics", "load", "stratified"]
+__all__ = [
+    "SETS",
+    "DataError",
+    "DataFile",
+    "DataSet",
+    "ImageSpec",
+    "Images",
+    "channel_statistics",
+    "load",
+    "stratified",
+]
 
 Split = Literal["train", "test"]
 
@@ -47,6 +57,34 @@ class Images:
 
     def __getitem__(self, index: NDArray[np.int64]) -> Images:
         return replace(self, images=self.images[index], labels=self.labels[index])
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """What there is to know of a run's images, without having them.
+
+    Attributes:
+        channels, size: of an image as the network is fed it.
+        classes: their names.
+        mean, std: of the pixels in [0, 1], for each channel.
+        count: how many there are to train with, and to test with.
+    """
+
+    channels: int
+    size: int
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    count: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width."""
+        return self.channels, self.size, self.size
+
+    @property
+    def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return self.mean, self.std
 
 
 @dataclass(frozen=True)

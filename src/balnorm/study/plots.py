@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
+import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from balnorm.study.figures import Curve, Figure, Panel, style
-from balnorm.training.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["FORMATS", "save_figure"]
+__all__ = ["FORMATS", "figure_files"]
 
 FORMATS = ("svg", "png", "pdf")
 
@@ -27,20 +27,22 @@ _LOOK: dict[Any, Any] = {
     "legend.frameon": False,
     "svg.hashsalt": "balnorm",  # else every drawing has other names inside
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a dollar in a name is a dollar
 }
 _WIDTH, _HEIGHT, _COLUMNS = 3.4, 2.7, 3
 _DASHES = {"solid": "-", "dashed": (0, (4, 1.6)), "dotted": (0, (1, 1.4))}
 
 
-def save_figure(figure: Figure, folder: Path, formats: tuple[str, ...] = FORMATS) -> list[Path]:
-    """Draw a figure into files of the folder, named by its key."""
+def figure_files(figure: Figure, formats: Sequence[str] = FORMATS) -> dict[str, bytes]:
+    """A figure, drawn: the names of its files, and what is in them."""
     import matplotlib as mpl
     from matplotlib.figure import Figure as Canvas
 
     columns = min(_COLUMNS, len(figure.panels))
     rows = -(-len(figure.panels) // columns)
-    paths = []
-    with mpl.rc_context(_LOOK):
+    files = {}
+    with mpl.rc_context(_LOOK), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # characters that the font lacks
         canvas = Canvas(figsize=(_WIDTH * max(columns, 1.6) + 0.3, _HEIGHT * rows + 0.7), layout="constrained")
         axes = canvas.subplots(rows, columns, squeeze=False).flat
         for panel, place in zip(figure.panels, axes, strict=False):
@@ -53,14 +55,13 @@ def save_figure(figure: Figure, folder: Path, formats: tuple[str, ...] = FORMATS
         canvas.legend(
             lines.values(), lines.keys(), loc="outside lower center", ncols=min(4, len(lines)), handlelength=3
         )
-        canvas.suptitle(figure.title, fontsize=10.5, fontweight="bold")
+        canvas.suptitle(_printable(figure.title), fontsize=10.5, fontweight="bold")
         for kind in formats:
             buffer = io.BytesIO()
             metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
             canvas.savefig(buffer, format=kind, dpi=150, metadata=metadata)
-            paths.append(folder / f"{figure.key}.{kind}")
-            write_atomically(paths[-1], buffer.getvalue())
-    return paths
+            files[f"{figure.key}.{kind}"] = buffer.getvalue()
+    return files
 
 
 def _draw(panel: Panel, axes: Axes, figure: Figure) -> None:
@@ -79,8 +80,8 @@ def _draw(panel: Panel, axes: Axes, figure: Figure) -> None:
         axes.locator_params(axis="x", integer=True)
     if figure.percent:
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.6g}%")
-    axes.set_title(panel.title, fontsize=9)
-    axes.set_xlabel(panel.x_label)
+    axes.set_title(_printable(panel.title), fontsize=9)
+    axes.set_xlabel(_printable(panel.x_label))
     if axes.get_subplotspec().is_first_col():  # type: ignore[union-attr]
         axes.set_ylabel(figure.y_label)
 
@@ -95,6 +96,11 @@ def _draw_curve(curve: Curve, axes: Axes, points: bool) -> None:
         marker=marker, markersize=4,
     )  # fmt: skip
     axes.fill_between(curve.x, low, high, color=look.colour, alpha=0.15, linewidth=0)
+
+
+def _printable(text: str) -> str:
+    """Without what no font has and no file can hold, such as the bytes of a name that is not UTF-8."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _no_ticks() -> Any:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import quote
 
-from balnorm.study.figures import figures, style
+from balnorm.study.figures import Figure, figures, style
 from balnorm.study.grid import Setting
-from balnorm.study.plots import FORMATS, save_figure
+from balnorm.study.plots import FORMATS, figure_files
 from balnorm.study.results import Result, Results, read_results
 from balnorm.study.statistics import difference, final, levels, spread
 from balnorm.study.tables import Table, as_csv, as_latex, as_markdown, as_text, baseline_of, study_tables
@@ -67,32 +68,78 @@ def write_report(
         because = f" ({results.problems[0]})" if results.problems else ""
         raise ValueError(f"there is no run in {', '.join(map(str, folders))}{because}")
     out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
+    problems = list(results.problems)
     tables = study_tables(results, sorted(reach) or levels(results), baseline)
     drawn = figures(results)
-    for figure in drawn:
-        save_figure(figure, out, tuple(formats))
+    files = [_drawn(figure, formats, problems) for figure in drawn]
+    contents = {name: data for each in files for name, data in each.items()}
     for table in tables:
         for ending, text in {"csv": as_csv(table), "md": as_markdown(table), "tex": as_latex(table)}.items():
-            write_atomically(out / f"{table.key}.{ending}", text.encode())
+            contents[f"{table.key}.{ending}"] = _encoded(text)
     summary = summarize(results, baseline)
     title = title or "balnorm: " + ", ".join(sorted({run.recipe.name for run in results.runs}))
     page = _render(
         title=title,
         summary=summary,
-        figures=drawn,
+        figures=list(zip(drawn, files, strict=True)),
         charts=[asdict(figure) for figure in drawn],
-        formats=formats,
         tables=tables,
         styles=[{"norm": n, **asdict(style(n))} for n in dict.fromkeys(s.norm for s in results.settings)],
         runs=[_run_row(run, out) for run in results.runs],
         hyperparameters=_hyperparameters(results),
         environments=results.environments,
         commands=results.commands,
-        problems=results.problems,
+        problems=problems,
     )
-    write_atomically(out / "index.html", page.encode())
-    return Report(out / "index.html", tuple(summary), tuple(tables), results.problems)
+    _write(out, {**contents, _PAGE: _encoded(page)})
+    return Report(out / _PAGE, tuple(summary), tuple(tables), tuple(problems))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Files
+# --------------------------------------------------------------------------------------------------------------------
+
+_PAGE, _MARK = "index.html", b'<meta name="generator" content="balnorm report">'
+_FIGURES = ["accuracy", "loss", "training-loss", *(f"by-{field.name.replace('_', '-')}" for field in fields(Recipe))]
+_OURS = {f"{key}.{kind}" for key in _FIGURES for kind in FORMATS}
+_OURS |= {f"{key}.{kind}" for key in ("results", "differences", "cost") for kind in ("csv", "md", "tex")}
+
+
+def _drawn(figure: Figure, formats: Sequence[str], problems: list[str]) -> dict[str, bytes]:
+    try:
+        return figure_files(figure, formats)
+    except Exception as error:  # whatever matplotlib makes of it, the page has the same figure
+        problems.append(f"{figure.key} could not be drawn ({' '.join(str(error).split())[:200]})")
+        return {}
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")  # the name of a file may not be UTF-8
+
+
+def _write(out: Path, contents: Mapping[str, bytes]) -> None:
+    """Write every file that can be written, and remove those that an earlier report left and this one has not."""
+    out.mkdir(parents=True, exist_ok=True)
+    stale: set[str] = set()
+    with contextlib.suppress(OSError):
+        stale = _OURS - contents.keys() if _MARK in (out / _PAGE).read_bytes()[:2000] else set()
+    errors: list[OSError] = []
+    for name, data in contents.items():
+        with _kept(errors):
+            write_atomically(out / name, data)
+    for name in stale:
+        with _kept(errors):
+            (out / name).unlink(missing_ok=True)
+    if errors:
+        raise errors[0]
+
+
+@contextlib.contextmanager
+def _kept(errors: list[OSError]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        errors.append(error)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -202,7 +249,7 @@ def _run_row(run: Result, out: Path) -> dict[str, Any]:
         "epochs": f"{len(run.records)}/{run.recipe.epochs}",
         "accuracy": None if last is None else last["test_accuracy"],
         "loss": None if last is None else last["test_loss"],
-        "link": quote(Path(link).as_posix()),
+        "link": quote(os.fsencode(Path(link).as_posix())),
         "source": run.source.name,
     }
 

@@ -45,7 +45,8 @@ def run_study(
     waiting = [member for member in members if member.state not in ("finished", "diverged")]
     if waiting:
         if isinstance(executor, LocalExecutor):
-            kinds = {(m.recipe.data, m.recipe.image_size, m.recipe.precision): m.recipe for m in waiting}
+            fields = ("data", "image_size", "precision", "batch_size", "padding", "train_limit", "test_limit")
+            kinds = {tuple(getattr(m.recipe, name) for name in fields): m.recipe for m in waiting}
             executor.call(_check_machine, list(kinds.values()), root, device)
         waiting[0].folder.parent.mkdir(parents=True, exist_ok=True)
     place, command = Path(root).absolute(), tuple(sys.argv)
@@ -153,9 +154,9 @@ def _check(members: Sequence[Member]) -> None:
 
 def _check_machine(recipes: Sequence[Recipe], root: str | Path, device: str | None) -> None:
     """In a process of its own: raise what is wrong with the device, the processor or the data, if anything is."""
+    from balnorm.training.images import make_loaders
     from balnorm.training.processes import processes
     from balnorm.training.processor import check_precision
-    from balnorm.training.trainer import make_loaders
 
     with processes(device) as team:
         for recipe in recipes:

@@ -63,7 +63,7 @@ def as_markdown(table: Table) -> str:
     """A heading, the table, and its note."""
 
     def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+        return "| " + " | ".join(map(_plain, cells)) + " |"
 
     rule = "|" + "|".join("---" if i == 0 else "---:" for i in range(len(table.columns))) + "|"
     lines = [f"### {table.title}", "", line(table.header), rule, *map(line, table.texts)]
@@ -229,6 +229,14 @@ def _interval(found: Difference) -> Cell:
     if math.isinf(found.low):
         return Cell("too few seeds", (None, None))
     return Cell(f"{100 * found.low:+.2f} to {100 * found.high:+.2f}", (found.low, found.high))
+
+
+_MARKDOWN = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "\n": " "} | {c: "\\" + c for c in "\\`*[]|"}
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown shows as it is: neither markup nor HTML."""
+    return "".join(_MARKDOWN.get(character, character) for character in text)
 
 
 _LATEX = {"\\": r"\textbackslash{}", "–": "--", "∞": r"$\infty$", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}  # noqa: RUF001

@@ -7,14 +7,14 @@ import io
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from balnorm.errors import Failure
 from balnorm.training.files import written
 
-__all__ = ["CheckpointError", "load_checkpoint", "save_checkpoint", "set_aside"]
+__all__ = ["CheckpointError", "Loaded", "load_checkpoint", "save_checkpoint", "set_aside"]
 
 _MAGIC = b"balnorm checkpoint 1\n"
 
@@ -42,28 +42,46 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
         ) from error
 
 
-def load_checkpoint(
-    path: Path, reject: Callable[[dict[str, Any]], str | None] = lambda _: None
-) -> tuple[dict[str, Any], str | None] | None:
-    """The state in ``path``, or in the one before where that is damaged, with a sentence on what happened.
+class Loaded(NamedTuple):
+    """A state, and a sentence where it is not the last one that was saved."""
 
-    ``None`` where there is neither. Nothing in a file is executed. Raises a :class:`CheckpointError` if there are files
-    and none is good. ``reject`` may say why a state is not the one wanted.
+    state: dict[str, Any]
+    problem: str | None
+
+
+def load_checkpoint(path: Path, use: Callable[[dict[str, Any]], object] = lambda _: None) -> Loaded | None:
+    """The state in ``path``, or in the one before where that is damaged; ``None`` where there is neither.
+
+    Nothing in a file is executed. Raises a :class:`CheckpointError` if there are files and none is good.
+
+    Args:
+        path: the file.
+        use: takes the state up. Where that fails, for whatever the state holds, the one before is tried.
     """
-    problems = []
+    problems: list[str] = []
     for candidate in (path, _previous(path)):
-        if not candidate.exists():
-            continue
-        try:
-            state = _read(candidate)
-            if reason := reject(state):
-                raise CheckpointError(f"{candidate} {reason}")
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        return state, f"{problems[0]}: going on from the one before" if problems else None
+        if candidate.exists():
+            state = _used(candidate, use, problems)
+            if state is not None:
+                return Loaded(state, f"{problems[0]}: going on from the one before" if problems else None)
     if problems:
         raise CheckpointError("; ".join(problems))
+    return None
+
+
+def _used(path: Path, use: Callable[[dict[str, Any]], object], problems: list[str]) -> dict[str, Any] | None:
+    try:
+        state = _read(path)
+        use(state)
+    except CheckpointError as error:
+        problems.append(str(error))
+    except Failure:  # the state is good, and something else is not
+        raise
+    except Exception as error:  # whatever a state of other content leads to
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        problems.append(f"{path} holds no state that fits ({reason})")
+    else:
+        return state
     return None
 
 

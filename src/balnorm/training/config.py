@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -17,6 +18,7 @@ __all__ = [
     "ScheduleName",
     "SetName",
     "differences",
+    "without_effect",
 ]
 
 SetName = Literal["cifar10", "cifar100", "svhn", "mnist", "fashion-mnist", "digits", "folder"]
@@ -59,6 +61,10 @@ OptimizerName = Literal["sgd", "adamw"]
 ScheduleName = Literal["multistep", "onecycle", "cosine", "constant"]
 MixupKind = Literal["none", "input", "manifold"]
 Precision = Literal["float32", "bfloat16", "float16"]
+
+
+_LARGEST = {"lr": 1e30, "weight_decay": 1e30, "clip_norm": 1e30, "alpha": 1e6, "workers": 1000}
+"""Bounds on what float32, a Beta distribution and a machine can bear."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,9 @@ class Recipe:
         for name, value in vars(self).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} must be finite, got {value}")
+            most = _LARGEST.get(name, 10**9 if type(value) is int and name != "seed" else math.inf)
+            if isinstance(value, int | float) and value > most:
+                raise ValueError(f"{name} must be at most {most:g}, got {value}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be from 0 to below 2**63, got {self.seed}")
         for name, limit in {"momentum": 1.0, "label_smoothing": 1.0}.items():
@@ -166,6 +175,19 @@ class Recipe:
             raise ValueError(f"sync_stats is for balnorm and batchnorm, not for {self.norm}")
         if self.scale_to_data and not self.norm.startswith("balnorm"):
             raise ValueError(f"scale_to_data is for balnorm, not for {self.norm}")
+
+    def idle(self) -> dict[str, str]:
+        """The fields that have no effect with the others as they are, and why."""
+        reasons = {}
+        if self.mixup == "none":
+            reasons["alpha"] = "there is no mixup"
+        if self.schedule == "onecycle":
+            reasons["momentum"] = "the one-cycle schedule has its own"
+        if self.data == "folder":
+            reasons["padding"] = "images from folders are cropped at random instead"
+        else:
+            reasons |= dict.fromkeys(("image_size", "workers"), "the images come from no folder")
+        return reasons
 
     def model_options(self) -> dict[str, int]:
         """What the network is made with, besides its name and its norm."""
@@ -199,6 +221,16 @@ def _is_a(value: object, kind: Any) -> bool:
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return type(value) is kind
+
+
+def without_effect(base: Recipe, recipes: Sequence[Recipe]) -> list[str]:
+    """A sentence for each field that was changed from the base recipe and has an effect in none of the others."""
+    return [
+        f"{name} has no effect: {reason}"
+        for name, reason in recipes[0].idle().items()
+        if any(getattr(recipe, name) != getattr(base, name) for recipe in recipes)
+        and all(name in recipe.idle() for recipe in recipes)
+    ]
 
 
 def differences(ours: Recipe, theirs: Recipe) -> list[str]:

@@ -36,10 +36,10 @@ def written(path: Path, contents: bytes) -> Iterator[Path]:
             file.flush()
             os.fsync(file.fileno())
         yield temporary
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # the name that was asked for
     with contextlib.suppress(OSError):  # not every file system has directories that can be synchronised
         folder = os.open(path.parent, os.O_RDONLY)
         try:

@@ -87,6 +87,8 @@ def _place(device: str | None, local: int, world: int) -> torch.device:
         place = torch.device(device)
     except RuntimeError:
         raise ValueError(f"device must be such as cpu, cuda or cuda:1, got {device!r}") from None
+    if place.type == "meta":
+        raise ValueError("device 'meta' holds no numbers: it must be such as cpu, cuda or cuda:1")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device!r} is not here: torch sees no GPU")
     try:

@@ -1,22 +1,25 @@
-"""Trained networks, read again from the checkpoints of their runs."""
+"""Trained networks, read again from the checkpoints of their runs, to be looked at or deployed."""
 
 from __future__ import annotations
 
+import io
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from balnorm.data import SETS
+from balnorm.data import ImageSpec
 from balnorm.layers import BalNormLayer
 from balnorm.models import create_model
 from balnorm.training.checkpoint import CheckpointError, load_checkpoint
 from balnorm.training.config import Recipe
+from balnorm.training.files import write_atomically
+from balnorm.training.images import make_test_loader
 from balnorm.training.processes import Processes
-from balnorm.training.trainer import make_loaders
 
 __all__ = ["Saved", "export_folded", "load_saved", "test_batch"]
 
@@ -26,20 +29,13 @@ class Saved:
     """A network as a run left it, in eval mode; the averaged one where the run averaged."""
 
     recipe: Recipe
+    images: ImageSpec
     model: nn.Module
     epoch: int
     """How many are done."""
-    finished: bool
+    state: Literal["unfinished", "finished", "diverged"]
     remark: str | None
     """What was wrong with the checkpoint, where the one before it was read instead."""
-
-    @property
-    def image(self) -> tuple[int, int, int]:
-        """Channels, height and width of the images that it was trained on."""
-        if self.recipe.data == "folder":
-            return 3, self.recipe.image_size, self.recipe.image_size
-        information = SETS[self.recipe.data]
-        return information.channels, information.size, information.size
 
 
 def load_saved(path: str | Path) -> Saved:
@@ -49,40 +45,36 @@ def load_saved(path: str | Path) -> Saved:
     """
     path = Path(path)
     path = path / "checkpoint.pt" if path.is_dir() else path
-    found = load_checkpoint(path)
-    if found is None:
+    loaded = load_checkpoint(path, _network)  # so that one that does not fit is left for the one before
+    if loaded is None:
         raise CheckpointError(f"{path} does not exist: give the checkpoint.pt of a run, or its folder")
-    state, remark = found
-    try:
-        recipe = Recipe.from_dict(state["recipe"])
-        weights: dict[str, Any] = state["model"]
-        if state["averaged"] is not None:
-            prefix = "module."
-            averaged = state["averaged"].items()
-            weights = {name.removeprefix(prefix): value for name, value in averaged if name.startswith(prefix)}
-        last = [value for value in weights.values() if value.dim() == 2][-1]  # the classifier
-        channels = 3 if recipe.data == "folder" else SETS[recipe.data].channels
-        model = create_model(recipe.model, recipe.norm, last.shape[0], in_channels=channels, **recipe.model_options())
-        model.load_state_dict(weights)
-        position = state["position"]
-        return Saved(recipe, model.eval(), int(position["epoch"]), bool(position["finished"]), remark)
-    except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path} is not the checkpoint of a run of this version ({_first_line(error)})"
-        ) from error
+    recipe, images, model = _network(loaded.state)
+    position = loaded.state["position"]
+    ended: Literal["unfinished", "finished"] = "finished" if position["epoch"] == recipe.epochs else "unfinished"
+    return Saved(
+        recipe, images, model, position["epoch"], "diverged" if position["diverged"] else ended, loaded.problem
+    )
+
+
+def _network(state: Mapping[str, Any]) -> tuple[Recipe, ImageSpec, nn.Module]:
+    recipe, images = Recipe.from_dict(state["recipe"]), ImageSpec(**state["images"])
+    weights: dict[str, Any] = state["model"]
+    if state["averaged"] is not None:
+        averaged = state["averaged"].items()
+        weights = {name.removeprefix("module."): value for name, value in averaged if name.startswith("module.")}
+    options = {"in_channels": images.channels, **recipe.model_options()}
+    model = create_model(recipe.model, recipe.norm, len(images.classes), **options)
+    model.load_state_dict(weights)
+    if not {"epoch", "diverged"} <= state["position"].keys():
+        raise ValueError("it does not say how far the run is")
+    return recipe, images, model.eval()
 
 
 def test_batch(saved: Saved, root: str | Path, images: int) -> Tensor:
-    """Some test images, as the network is fed them."""
-    recipe = replace(saved.recipe, batch_size=images)
+    """The first test images, as the network is fed them; all of them where there are fewer."""
     team = Processes(0, 1, torch.device("cpu"))
-    _, loader, _, _ = make_loaders(recipe, team, Path(root))
-    batches: list[Tensor] = []
-    for batch, _ in loader.epoch():
-        batches.append(batch)
-        if sum(map(len, batches)) >= images:
-            break
-    return torch.cat(batches)[:images]
+    loader = make_test_loader(saved.recipe, team, Path(root), saved.images, images)
+    return next(batch for batch, _ in loader.epoch())
 
 
 def export_folded(saved: Saved, out: Path) -> None:
@@ -101,35 +93,31 @@ def export_folded(saved: Saved, out: Path) -> None:
         raise ValueError(f"the file to write must end in {', '.join(kinds)}, got {out}")
     if not any(isinstance(module, BalNormLayer) for module in saved.model.modules()):
         raise ValueError(f"there is nothing to fold: the network has {saved.recipe.norm}, and no balanced layer")
-    folded = fold(saved.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporters' own
+        contents = _serialized(fold(saved.model), saved.images.shape, out.suffix)
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f"{out.name}.tmp{out.suffix}")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the exporters' own
-            _write(folded, saved.image, temporary)
-        temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(out, contents)
 
 
-def _write(model: nn.Module, image: tuple[int, int, int], path: Path) -> None:
-    if path.suffix == ".pt":
-        torch.save(model.state_dict(), path)
-        return
+def _serialized(model: nn.Module, image: tuple[int, int, int], kind: str) -> bytes:
+    """In memory: torch's own writers end the process where a disk is full."""
+    buffer = io.BytesIO()
+    if kind == ".pt":
+        torch.save(model.state_dict(), buffer)
+        return buffer.getvalue()
     example = torch.rand(2, *image)
     batch = {0: torch.export.Dim("batch")}
-    if path.suffix == ".pt2":
-        torch.export.save(torch.export.export(model, (example,), dynamic_shapes=(batch,)), path)
-        return
+    if kind == ".pt2":
+        torch.export.save(torch.export.export(model, (example,), dynamic_shapes=(batch,)), buffer)
+        return buffer.getvalue()
     try:
-        torch.onnx.export(
-            model, (example,), path, input_names=["images"], output_names=["scores"], dynamic_shapes=(batch,),
-            dynamo=True, external_data=False, verbose=False,
+        program = torch.onnx.export(
+            model, (example,), input_names=["images"], output_names=["scores"], dynamic_shapes=(batch,),
+            dynamo=True, verbose=False,
         )  # fmt: skip
     except ModuleNotFoundError as error:
         raise ValueError(f"writing ONNX needs {error.name}: pip install onnx onnxscript") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    assert program is not None
+    serialized: bytes = program.model_proto.SerializeToString()
+    return serialized

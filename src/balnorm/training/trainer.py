@@ -18,26 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from balnorm.data import (
-    IMAGENET_STATISTICS,
-    SETS,
-    Blend,
-    FolderLoader,
-    ImageFolder,
-    MemoryLoader,
-    Mixup,
-    channel_statistics,
-    load,
-    soft_cross_entropy,
-)
+from balnorm.data import Blend, ImageSpec, Mixup, soft_cross_entropy
 from balnorm.data.augment import generator
 from balnorm.errors import Stopped
 from balnorm.layers import BalNormLayer
 from balnorm.models import create_model
-from balnorm.norms import NORMS, set_progress
+from balnorm.norms import set_progress
 from balnorm.surgery import param_groups, scale_to_data
 from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, set_aside
 from balnorm.training.config import Recipe
+from balnorm.training.images import make_loaders
 from balnorm.training.processes import Processes, processes
 from balnorm.training.progress import Progress
 from balnorm.training.run import Run, RunError
@@ -75,6 +65,8 @@ def train(
     recipe.check()
     if checkpoint_steps is not None and checkpoint_steps < 1:
         raise ValueError(f"checkpoint_steps must be at least 1, got {checkpoint_steps}")
+    if checkpoint_minutes is not None and not 0 <= checkpoint_minutes < math.inf:
+        raise ValueError(f"checkpoint_minutes must be 0 or more, and finite, got {checkpoint_minutes}")
     run = Run(out)
     run.check(recipe)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
@@ -124,7 +116,17 @@ class Position:
     """Loss, right answers and images of this epoch so far."""
     step: int = 0
     seconds: float = 0.0
-    finished: bool = False
+    diverged: bool = False
+
+    def check(self, epochs: int, steps: int) -> None:
+        """Raise a ValueError where it is not one of a run of so many epochs with so many steps each."""
+        whole = type(self.epoch) is int and 0 <= self.epoch <= epochs and type(self.step) is int
+        if not whole or not 0 <= self.step <= steps or type(self.diverged) is not bool:
+            raise ValueError(f"there is no epoch {self.epoch!r}, step {self.step!r}")
+        if not isinstance(self.seconds, float) or not 0 <= self.seconds < math.inf:
+            raise ValueError(f"an epoch cannot take {self.seconds!r} seconds")
+        if self.sums.shape != (3,) or self.sums.dtype != torch.float64:
+            raise ValueError("its sums are not those of an epoch")
 
 
 class Trainer:
@@ -142,10 +144,9 @@ class Trainer:
     ) -> None:
         self.recipe, self.run, self.team, self.progress = recipe, run, team, progress
         self.checkpoint_steps, self.checkpoint_minutes = checkpoint_steps, checkpoint_minutes
-        self.train_loader, self.test_loader, channels, classes = make_loaders(recipe, team, root)
+        self.train_loader, self.test_loader, self.images = make_loaders(recipe, team, root)
         torch.manual_seed(recipe.seed)
-        self.model = make_model(recipe, team, channels, classes)
-        self.classes = classes
+        self.model = make_model(recipe, team, self.images)
         points = getattr(self.model, "mix_points", ("input",)) if recipe.mixup == "manifold" else ("input",)
         self.mixup = None if recipe.mixup == "none" else Mixup(self.model, recipe.alpha, points)
         self.averaged = None
@@ -163,8 +164,12 @@ class Trainer:
         self.at = self.start_of(0)
         self.interrupted = False
 
-    def start_of(self, epoch: int, finished: bool = False) -> Position:
-        return Position(epoch, torch.zeros(3, dtype=torch.float64, device=self.team.device), finished=finished)
+    def start_of(self, epoch: int, diverged: bool = False) -> Position:
+        return Position(epoch, torch.zeros(3, dtype=torch.float64, device=self.team.device), diverged=diverged)
+
+    @property
+    def finished(self) -> bool:
+        return self.at.diverged or self.at.epoch == self.recipe.epochs
 
     # ----------------------------------------------------------------------------------------------------------------
     # The loop
@@ -175,12 +180,12 @@ class Trainer:
         if self.recipe.scale_to_data and not resumed:  # afterwards the checkpoints carry the scales
             images, _ = next(self.train_loader.epoch(0))
             scale_to_data(self.model, images)
-        if self.at.finished:
-            self.progress.say(f"{self.run.folder} is finished")
+        if self.finished:
+            self.progress.say(f"{self.run.folder} {'has diverged' if self.at.diverged else 'is finished'}")
             return
         forget_peak_memory(self.team.device)
         with self.tensorboard() as curves, self.noticing_interrupts():
-            while self.at.epoch < self.recipe.epochs:
+            while not self.finished:
                 started = time.perf_counter()
                 alive = self.train_epoch(started)
                 record: dict[str, Any] = {"epoch": self.at.epoch + 1}
@@ -191,8 +196,7 @@ class Trainer:
                     record = {"epoch": self.at.epoch + 1, "diverged": True}
                 record |= {"seconds": round(self.at.seconds + time.perf_counter() - started, 3)}
                 record |= {"peak_memory": peak_memory(self.team.device)}
-                finished = not alive or self.at.epoch + 1 == self.recipe.epochs
-                self.at = self.start_of(self.at.epoch + 1, finished)
+                self.at = self.start_of(self.at.epoch + 1, diverged=not alive)
                 if self.team.first:
                     self.run.add_record(record)
                     for name in ("lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy"):
@@ -200,8 +204,6 @@ class Trainer:
                             curves.add_scalar(name, record[name], record["epoch"])
                 self.save()
                 self.progress.epoch(record)
-                if finished:
-                    return
 
     def train_epoch(self, started: float) -> bool:
         """From where the epoch is to its end. Returns whether the loss is finite."""
@@ -260,9 +262,9 @@ class Trainer:
 
     def loss(self, scores: Tensor, labels: Tensor, blend: Blend | None) -> Tensor:
         if blend is not None:
-            return soft_cross_entropy(scores, blend.targets(labels, self.classes), self.recipe.loss)
+            return soft_cross_entropy(scores, blend.targets(labels, len(self.images.classes)), self.recipe.loss)
         if self.recipe.loss == "bce":
-            return soft_cross_entropy(scores, F.one_hot(labels, self.classes).float(), "bce")
+            return soft_cross_entropy(scores, F.one_hot(labels, len(self.images.classes)).float(), "bce")
         return F.cross_entropy(scores, labels, label_smoothing=self.recipe.label_smoothing)
 
     def draw_blend(self, size: int) -> Blend | None:
@@ -307,6 +309,7 @@ class Trainer:
             self.run.checkpoint,
             {
                 "recipe": {**asdict(self.recipe), "drops": list(self.recipe.drops)},
+                "images": asdict(self.images),
                 "world": self.team.world,
                 "position": {**vars(self.at), "seconds": self.at.seconds + seconds, "sums": sums},
                 "model": self.model.state_dict(),
@@ -320,55 +323,56 @@ class Trainer:
     def resume(self) -> bool:
         """Take up the state of the folder's checkpoint. Returns whether it has one."""
         try:
-            found = load_checkpoint(self.run.checkpoint, self.reject)
+            found = load_checkpoint(self.run.checkpoint, self.take_up)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}: delete the folder to start again") from error
-        if found is None and len(self.run.records()) > 1:
+            raise CheckpointError(f"{error}: move {self.run.folder} away to start again") from error
+        records = len(self.run.records())
+        if found is None and records > 1:
             raise RunError(
                 f"{self.run.folder} has results and no checkpoint to go on from: move it away to start again"
             )
-        if found is not None and found[0]["world"] != self.team.world:
-            raise RunError(
-                f"{self.run.folder} was started with {found[0]['world']} processes and goes on with as many, not with "
-                f"{self.team.world}"
-            )
-        if found is not None and len(self.run.records()) < found[0]["position"]["epoch"]:
+        if records < self.at.epoch:
             raise RunError(f"{self.run.metrics} lacks epochs that are done: move {self.run.folder} away to start again")
         self.team.wait()  # until all have read what the first may change
         if self.team.first:
             self.run.note_environment(world=self.team.world, device=str(self.team.device), resumed=found is not None)
-            self.run.keep_records(0 if found is None else found[0]["position"]["epoch"])
+            self.run.keep_records(self.at.epoch)
         if found is None:
             return False
-        state, problem = found
-        if problem is not None:
-            self.progress.say(problem)
+        if found.problem is not None:
+            self.progress.say(found.problem)
             if self.team.first:
                 set_aside(self.run.checkpoint)
-        self.at = Position(**state["position"])
-        share = 1.0 if self.team.first else 0.0  # the first process carries on with the sums of all
-        self.at.sums = self.at.sums.to(self.team.device) * share
+        if not self.finished:
+            self.progress.say(f"going on with {self.run.folder} at epoch {self.at.epoch + 1}, step {self.at.step}")
+        return True
+
+    def take_up(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state. Raises an error of any kind where it is not one of this run."""
+        if state.keys() != {"recipe", "images", "world", "position", "model", "averaged", "optimizer", "scaler", "rng"}:
+            raise ValueError("it has other parts")
+        if Recipe.from_dict(state["recipe"]) != self.recipe:  # fields that came later have their defaults
+            raise ValueError("the recipe is another")
+        if changed := _changes(self.images, state["images"]):
+            raise RunError(f"the images are not those that {self.run.folder} was started with: {changed}")
+        if state["world"] != self.team.world:
+            raise RunError(
+                f"{self.run.folder} was started with {state['world']} processes and goes on with as many, not with "
+                f"{self.team.world}"
+            )
+        at = Position(**state["position"])
+        at.check(self.recipe.epochs, len(self.train_loader))
         self.model.load_state_dict(state["model"])
         if self.averaged is not None:
             self.averaged.load_state_dict(state["averaged"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        _load_optimizer(self.optimizer, state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["rng"][0])
         if self.team.device.type == "cuda" and len(state["rng"]) > 1:
             torch.cuda.set_rng_state(state["rng"][1], self.team.device)
-        if not self.at.finished:
-            self.progress.say(f"going on with {self.run.folder} at epoch {self.at.epoch + 1}, step {self.at.step}")
-        return True
-
-    def reject(self, state: dict[str, Any]) -> str | None:
-        """Why a checkpoint is not one of this run."""
-        if state.keys() != {"recipe", "world", "position", "model", "averaged", "optimizer", "scaler", "rng"}:
-            return "holds something else than the state of a run"
-        try:
-            theirs = Recipe.from_dict(state["recipe"])  # fields that came later have their defaults
-        except ValueError as error:
-            return f"is of a run with another recipe ({error})"
-        return None if theirs == self.recipe else "is of a run with another recipe"
+        share = 1.0 if self.team.first else 0.0  # the first process carries on with the sums of all
+        at.sums = at.sums.to(self.team.device) * share
+        self.at = at
 
     @contextlib.contextmanager
     def noticing_interrupts(self) -> Iterator[None]:
@@ -402,49 +406,45 @@ class Trainer:
             writer.close()
 
 
+def _changes(images: ImageSpec, saved: dict[str, Any]) -> str:
+    """What is not as it was, in words."""
+    if list(images.classes) != list(saved["classes"]):
+        before, now = (
+            ", ".join(classes[:8]) + (", ..." if len(classes) > 8 else "")
+            for classes in (saved["classes"], images.classes)
+        )
+        return f"the classes were {before}, and are {now}"
+    if list(images.count) != list(saved["count"]):
+        before, now = (
+            f"{train} to train with and {test} to test with" for train, test in (saved["count"], images.count)
+        )
+        return f"there were {before}, and are {now}"
+    return "" if asdict(images) == saved else "their size or their pixels differ"
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """As its own method does, which believes whatever it is given."""
+    ours, theirs = (
+        [{name: group[name] for name in group if name not in ("params", "lr", "momentum")} for group in groups]
+        for groups in (optimizer.param_groups, state["param_groups"])
+    )
+    if ours != theirs:
+        raise ValueError("the optimiser has other options")
+    optimizer.load_state_dict(state)
+    for parameter, kept in optimizer.state.items():
+        if any(isinstance(value, Tensor) and value.shape != parameter.shape for value in kept.values()):
+            raise ValueError("the optimiser is of another network")
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # What a recipe needs
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def make_loaders(
-    recipe: Recipe, team: Processes, root: Path
-) -> tuple[MemoryLoader | FolderLoader, MemoryLoader | FolderLoader, int, int]:
-    """Loaders for training and test, the channels of an image and the number of classes."""
-    common: dict[str, Any] = {"rank": team.rank, "world": team.world, "device": team.device}
-    common["pixels"] = NORMS[recipe.norm].pixels
-    if recipe.data == "folder":
-        train = ImageFolder.scan(root, "train", limit=recipe.train_limit)
-        test = ImageFolder.scan(root, "test", limit=recipe.test_limit)
-        common |= {"size": recipe.image_size, "workers": recipe.workers, "statistics": IMAGENET_STATISTICS}
-        return (
-            FolderLoader(train, recipe.batch_size, training=True, seed=recipe.seed, **common),
-            FolderLoader(test, recipe.batch_size, training=False, **common),
-            3,
-            len(train.classes),
-        )
-    information = SETS[recipe.data]
-    images = load(recipe.data, root, "train", limit=recipe.train_limit)
-    common["statistics"] = channel_statistics(images.images)
-    return (
-        MemoryLoader(
-            images,
-            recipe.batch_size,
-            training=True,
-            seed=recipe.seed,
-            padding=recipe.padding,
-            flip=information.flip,
-            **common,
-        ),
-        MemoryLoader(load(recipe.data, root, "test", limit=recipe.test_limit), 500, training=False, **common),
-        information.channels,
-        information.classes,
-    )
-
-
-def make_model(recipe: Recipe, team: Processes, channels: int, classes: int) -> nn.Module:
+def make_model(recipe: Recipe, team: Processes, images: ImageSpec) -> nn.Module:
     """The network, on its device, in channels_last."""
-    model = create_model(recipe.model, recipe.norm, classes, in_channels=channels, **recipe.model_options())
+    options = {"in_channels": images.channels, **recipe.model_options()}
+    model = create_model(recipe.model, recipe.norm, len(images.classes), **options)
     if recipe.sync_stats:
         if recipe.norm == "batchnorm":
             if team.device.type == "cpu":
