@@ -31,8 +31,8 @@ from balnorm import BalNormConv2d, BalNormLayer, backend
 from balnorm.core import native
 from balnorm.data import Images, MemoryLoader, channel_statistics
 from balnorm.norms import NORMS
+from balnorm.profiling import interleaved, ratio, saved_bytes, training_step
 from balnorm.recipes import get_recipe
-from balnorm.study.measure import interleaved, ratio, saved_bytes, training_step
 from balnorm.training import trainer
 from benchmarks.memory import peak_memory_of_step
 from benchmarks.networks import METHODS, NETWORKS

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from balnorm.cli import _COMMANDS, main
+from balnorm.export import load_saved
+from balnorm.export import test_batch as batch_of_tests
 from balnorm.models import create_model
 from balnorm.recipes import RECIPES, get_recipe
-from balnorm.training.saved import load_saved
-from balnorm.training.saved import test_batch as batch_of_tests
 from balnorm.training.trainer import train
 
 pytestmark = [

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from balnorm.cli import main
+from balnorm.export import load_saved
+from balnorm.export import test_batch as batch_of_tests
 from balnorm.recipes import get_recipe
 from balnorm.study.plots import figure_files
 from balnorm.study.report import write_report
@@ -21,8 +23,6 @@ from balnorm.study.results import read_results
 from balnorm.training.checkpoint import load_checkpoint, save_checkpoint
 from balnorm.training.config import without_effect
 from balnorm.training.run import Run
-from balnorm.training.saved import load_saved
-from balnorm.training.saved import test_batch as batch_of_tests
 from balnorm.training.trainer import train
 from folders import make_run
 

@@ -16,13 +16,15 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "balnorm"
 
 # From the bottom up: a module, or a folder of them, imports only from those before it.
-LIBRARY = ["core", "functional", "init", "layers", "tables", "surgery", "diagnostics", "norms", "models"]
+LIBRARY = ["core", "functional", "init", "layers", "text_table", "surgery", "diagnostics", "norms", "models"]
 BENCH = [
     "errors",
     "console",
     "data",
     "training",
     "recipes",
+    "profiling",
+    "export",
     "study",
     "cli",
     "__main__",
@@ -50,6 +52,8 @@ OTHERS = {
     "diagnostics": {"matplotlib"},  # only inside the function that draws
     "data": {"numpy", "scipy", "sklearn", "PIL", "rich", "torch"},
     "training": {"torch", "rich"},
+    "profiling": {"torch"},
+    "export": {"torch"},
     "study": {"jinja2", "matplotlib", "numpy", "ray", "rich", "torch"},
     "cli": {"torch", "tyro"},
 }

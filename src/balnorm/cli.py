@@ -23,7 +23,7 @@ from balnorm.training.config import NormName, Recipe, without_effect
 from balnorm.training.files import write_atomically
 
 if TYPE_CHECKING:
-    from balnorm.training.saved import Saved
+    from balnorm.export import Saved
 
 __all__ = ["main"]
 
@@ -482,7 +482,7 @@ def _bench(arguments: list[str]) -> int:
 
     import torch
 
-    from balnorm.study.measure import bench
+    from balnorm.profiling import bench
     from balnorm.training.images import image_shape
     from balnorm.training.processes import processes
     from balnorm.training.processor import check_precision
@@ -508,7 +508,7 @@ def _inspect(arguments: list[str]) -> int:
     if options.figure is not None and options.figure.suffix not in (".svg", ".png", ".pdf"):
         raise ValueError(f"the figure must end in .svg, .png or .pdf, got {options.figure}")
     from balnorm.diagnostics import balance_report
-    from balnorm.training.saved import test_batch
+    from balnorm.export import test_batch
 
     saved = _loaded(options.checkpoint)
     recipe = saved.recipe
@@ -527,7 +527,7 @@ def _inspect(arguments: list[str]) -> int:
 
 def _loaded(checkpoint: Path) -> Saved:
     """The network of a run, with a word where its last checkpoint was damaged."""
-    from balnorm.training.saved import load_saved
+    from balnorm.export import load_saved
 
     saved = load_saved(checkpoint)
     if saved.remark:
@@ -538,7 +538,7 @@ def _loaded(checkpoint: Path) -> Saved:
 def _fold(arguments: list[str]) -> int:
     about = "Write a trained network with its balanced layers folded to plain convolutions."
     options = _parse(Fold, arguments, "fold", about)
-    from balnorm.training.saved import export_folded
+    from balnorm.export import export_folded
 
     saved = _loaded(options.checkpoint)
     if saved.state != "finished":

@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from balnorm.core.geometry import by_output
 from balnorm.layers import BalNormLayer, layer_mass
 from balnorm.surgery._model import input_of_batch, undisturbed
-from balnorm.tables import text_table
+from balnorm.text_table import text_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from balnorm.errors import Stopped
 from balnorm.study.display import Display, clock
 from balnorm.study.executors import Executor, LocalExecutor, Outcome, StudyError, Task, keep_failure
 from balnorm.study.grid import FAILURE, Member, settings_of, state_of
-from balnorm.tables import text_table
+from balnorm.text_table import text_table
 from balnorm.training.config import Recipe
 from balnorm.training.run import Run
 

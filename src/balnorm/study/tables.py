@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from balnorm.study.grid import Setting
 from balnorm.study.results import Result, Results
 from balnorm.study.statistics import Difference, Spread, difference, epochs_to_reach, final, spread
-from balnorm.tables import text_table
+from balnorm.text_table import text_table
 
 __all__ = ["Cell", "Table", "as_csv", "as_latex", "as_markdown", "as_text", "baseline_of", "study_tables"]
 

@@ -18,7 +18,7 @@ from balnorm.surgery._calibrate import match, measure, one_batch
 from balnorm.surgery._decisions import Action, Balanced, Because, Decision, Kept, Place, Reason, Removed, explain
 from balnorm.surgery._flow import data_flow
 from balnorm.surgery._model import ModelT, refuse_wrapped, replace_modules
-from balnorm.tables import text_table
+from balnorm.text_table import text_table
 
 __all__ = ["ConversionReport", "convert"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from balnorm.models import create_model
-from balnorm.tables import text_table
+from balnorm.text_table import text_table
 from balnorm.training.config import Recipe
 from balnorm.training.trainer import autocast
 
