@@ -25,6 +25,7 @@ from balnorm.data import (
     MemoryLoader,
     channel_statistics,
     load,
+    sets,
     sources,
 )
 from balnorm.data.augment import Moves, crop_and_flip, draw_moves, generator, to_float
@@ -54,11 +55,11 @@ def write_cifar10(root, monkeypatch, records):
     """Six files of 20 records each, and their checksums in the place of the published ones."""
     names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
     parts = {name: b"".join(records[20 * i : 20 * (i + 1)]) for i, name in enumerate(names)}
-    folder, archive, label_bytes, _, classes = sources._CIFAR["cifar10"]
+    folder, archive, label_bytes, _, classes = sources.CIFAR["cifar10"]
     checksums = {name: md5(data) for name, data in parts.items()}
     test = {"test_batch": checksums.pop("test_batch")}
     entry = (folder, archive, label_bytes, {"train": checksums, "test": test}, classes)
-    monkeypatch.setitem(sources._CIFAR, "cifar10", entry)
+    monkeypatch.setitem(sources.CIFAR, "cifar10", entry)
     (root / folder).mkdir()
     for name, data in parts.items():
         (root / folder / f"{name}.bin").write_bytes(data)
@@ -99,9 +100,9 @@ def test_cifar10_from_packed_files(cifar10, monkeypatch, packing):
             tar.add(folder, folder.name)
         for path in folder.iterdir():
             path.unlink()
-        entry = list(sources._CIFAR["cifar10"])
+        entry = list(sources.CIFAR["cifar10"])
         entry[1] = dataclasses.replace(entry[1], md5=md5((root / "cifar-10-binary.tar.gz").read_bytes()))
-        monkeypatch.setitem(sources._CIFAR, "cifar10", tuple(entry))
+        monkeypatch.setitem(sources.CIFAR, "cifar10", tuple(entry))
     assert np.array_equal(load("cifar10", root, "train").images, images[:100])
 
 
@@ -152,10 +153,10 @@ def test_svhn_reads_train_and_extra(tmp_path, monkeypatch):
         y = np.where(labels == 0, 10, labels)[:, None].astype(np.uint8)
         path = tmp_path / "svhn" / f"{name}_32x32.mat"
         savemat(path, {"X": images.transpose(2, 3, 1, 0), "y": y}, do_compression=True)
-        files[name] = sources.DataFile("", f"svhn/{name}_32x32.mat", md5(path.read_bytes()))
+        files[name] = sets.DataFile("", f"svhn/{name}_32x32.mat", md5(path.read_bytes()))
         parts[name] = images, labels
-    monkeypatch.setattr(sources, "_SVHN", (files["train"], files["extra"]))
-    monkeypatch.setattr(sources, "_SVHN_TEST", (files["test"],))
+    monkeypatch.setattr(sources, "SVHN", (files["train"], files["extra"]))
+    monkeypatch.setattr(sources, "SVHN_TEST", (files["test"],))
     train = load("svhn", tmp_path, "train")
     assert len(train) == 60
     assert np.array_equal(train.images[30:], parts["extra"][0])
@@ -166,7 +167,7 @@ def test_svhn_reads_train_and_extra(tmp_path, monkeypatch):
     (tmp_path / "svhn" / "test_32x32.mat").write_bytes(hostile)
     with pytest.raises(DataError, match="its MD5 is not"):
         load("svhn", tmp_path, "test")
-    monkeypatch.setattr(sources, "_SVHN_TEST", (dataclasses.replace(files["test"], md5=md5(hostile)),))
+    monkeypatch.setattr(sources, "SVHN_TEST", (dataclasses.replace(files["test"], md5=md5(hostile)),))
     with pytest.raises(DataError, match=r"test_32x32.mat is damaged"):
         load("svhn", tmp_path, "test")
 
@@ -186,8 +187,8 @@ def test_idx_files(tmp_path, monkeypatch, name, packed):
             path = f"{name}/{stem}-{kind}-ubyte"
             contents = gzip.compress(contents) if packed else contents
             (tmp_path / (path + ".gz" * packed)).write_bytes(contents)
-            files.append(sources.DataFile("", path + ".gz", md5(contents)))
-    monkeypatch.setitem(sources._IDX, name, tuple(files))
+            files.append(sets.DataFile("", path + ".gz", md5(contents)))
+    monkeypatch.setitem(sources.IDX, name, tuple(files))
     train = load(name, tmp_path, "train")
     assert np.array_equal(train.images, images)
     assert np.array_equal(load(name, tmp_path, "test").labels, labels)

@@ -32,7 +32,7 @@ import balnorm.functional as BF
 from balnorm import BalNormConv2d, balance_report, convert, update_stats
 from balnorm.data import ImageSpec
 from balnorm.layers import LayerOptions
-from balnorm.models import create_model, preact_resnet, resnet
+from balnorm.models import BLOCKS, create_model
 from balnorm.norms import NORMS, set_progress
 from balnorm.training.config import Recipe
 from balnorm.training.processes import Processes
@@ -360,9 +360,8 @@ def test_norms(device, norm):
 @both
 @pytest.mark.parametrize("name", ["wide_resnet", "preact_resnet18", "preact_resnet50", "resnet18", "resnet50"])
 def test_networks(device, name, monkeypatch):
-    for blocks in (preact_resnet.BLOCKS, resnet.BLOCKS):
-        for depth in blocks:
-            monkeypatch.setitem(blocks, depth, (1, 1, 1, 1))
+    for depth in BLOCKS:
+        monkeypatch.setitem(BLOCKS, depth, (1, 1, 1, 1))
     model = on_meta(create_model, name, width=4, **({"depth": 8} if name == "wide_resnet" else {}))
     with gpu(device, model):
         for training in (True, False):

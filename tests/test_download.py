@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import pytest
 
-from balnorm.data import DataError, check, download, sources
-from balnorm.data.download import fetch
+from balnorm.data import DataError, check, download, sets
+from balnorm.data.downloads import fetch
 
 CONTENTS = bytes(range(256)) * 8000
 
@@ -58,7 +58,7 @@ def server():
 
 
 def file_at(url):
-    return sources.DataFile(url, "set/file.bin", hashlib.md5(CONTENTS).hexdigest())
+    return sets.DataFile(url, "set/file.bin", hashlib.md5(CONTENTS).hexdigest())
 
 
 def quiet(*_):
@@ -121,7 +121,7 @@ def test_a_root_that_cannot_be_used_gives_one_sentence(server, tmp_path):
 
 
 def test_what_is_unpacked_is_not_fetched_again(tmp_path):
-    file = sources.DataFile("http://127.0.0.1:9/x", "set.tar", "", ("set/a.bin", "set/b.bin"))
+    file = sets.DataFile("http://127.0.0.1:9/x", "set.tar", "", ("set/a.bin", "set/b.bin"))
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "a.bin").touch()
     (tmp_path / "set" / "b.bin.xz").touch()
@@ -139,7 +139,7 @@ def test_a_set_is_downloaded_and_checked(server, tmp_path, monkeypatch, capsys):
     import dataclasses
 
     files = (file_at(f"{server}/a"),)
-    monkeypatch.setitem(sources.SETS, "mnist", dataclasses.replace(sources.SETS["mnist"], files=files))
+    monkeypatch.setitem(sets.SETS, "mnist", dataclasses.replace(sets.SETS["mnist"], files=files))
     assert check("mnist", tmp_path) == {"set/file.bin": "missing"}
     assert download("mnist", tmp_path) == [tmp_path / "set" / "file.bin"]
     assert "set/file.bin" in capsys.readouterr().out

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -19,7 +18,8 @@ from hypothesis import strategies as st
 
 import balnorm
 from balnorm.cli import main
-from balnorm.study.figures import _STYLES, figures, style
+from balnorm.norms import NORMS
+from balnorm.study.figures import figures
 from balnorm.study.report import summarize, write_report
 from balnorm.study.results import read_results
 from balnorm.study.statistics import (
@@ -33,7 +33,6 @@ from balnorm.study.statistics import (
     values_by_epoch,
 )
 from balnorm.study.tables import as_csv, as_latex, as_markdown, as_text, study_tables
-from balnorm.training.config import NormName
 from folders import make_run
 
 numbers = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12)
@@ -191,8 +190,7 @@ def test_markdown_and_latex_are_well_formed(study):
 
 
 def test_every_norm_has_a_style_of_its_own():
-    assert set(_STYLES) == set(get_args(NormName))
-    assert len(set(_STYLES.values())) == len(_STYLES)
+    assert len({norm.style for norm in NORMS.values()}) == len(NORMS)
 
 
 def test_a_study_of_norms_has_all_epochs_and_two_zooms(tmp_path):
@@ -484,7 +482,7 @@ def test_twice_the_runs_are_no_more_than_twice_the_work(tmp_path):
         finally:
             sys.settrace(before)
         assert f"All {2 * seeds} runs finished." in report.summary
-        assert style("balnorm").colour in report.page.read_text()
+        assert NORMS["balnorm"].style.colour in report.page.read_text()
         return count
 
     lines(2)  # what is done once only

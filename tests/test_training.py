@@ -13,26 +13,22 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 
 import held
-from balnorm import BalNormConv2d, scale_to_data
-from balnorm.data import SETS
-from balnorm.models import MODELS
-from balnorm.norms import NORMS
+from balnorm import BalNormConv2d, export, scale_to_data
 from balnorm.recipes import RECIPES, get_recipe
 from balnorm.study.executors import LocalExecutor
 from balnorm.training import config
 from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from balnorm.training.files import write_atomically
+from balnorm.training.images import make_loaders
 from balnorm.training.processes import Processes
 from balnorm.training.run import Run, RunError, read_metrics
-from balnorm.training.saved import load_saved
 from balnorm.training.schedules import Rates, rates
-from balnorm.training.trainer import Trainer, make_loaders, make_model, make_optimizer, set_rates, train
+from balnorm.training.trainer import Trainer, make_model, make_optimizer, set_rates, train
 from held import PATIENCE, gate, train_and_die, wait_until
 
 pytestmark = [
@@ -78,10 +74,20 @@ OPTIONS = ["--width", "4", "--epochs", "2", "--train-limit", "640", "--test-limi
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def test_names_in_recipes_are_those_of_the_registries():
-    assert list(get_args(config.NormName)) == list(NORMS)
-    assert list(get_args(config.ModelName)) == list(MODELS)
-    assert [*get_args(config.SetName)] == [*SETS, "folder"]
+def test_names_come_without_torch():
+    """They are written once, where the things are, and the command line asks for them before it does anything."""
+    program = """if True:
+        import sys
+        from balnorm.training.config import ModelName, NormName, SetName
+        assert not {"torch", "numpy"} & set(sys.modules)
+        from balnorm.data import SETS
+        from balnorm.models import MODELS
+        from balnorm.norms import NORMS
+        assert (NormName.__args__, ModelName.__args__) == (tuple(NORMS), tuple(MODELS))
+        assert SetName.__args__ == (*SETS, "folder")
+        assert not {"torch", "numpy"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -215,16 +221,21 @@ def test_options_train_and_resume(tmp_path, change):
     assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_a_run_from_before_a_recipe_had_these_fields_goes_on(tmp_path, whole):
+def test_a_run_from_before_version_0_2_goes_on(tmp_path, whole):
     stop_after(SMALL, tmp_path / "old", 13)
     run = Run(tmp_path / "old")
     state, _ = load_checkpoint(run.checkpoint)
     fields = json.loads(run.config.read_text())
     for name in ("optimizer", "scale_to_data"):
         del state["recipe"][name], fields[name]
-    save_checkpoint(run.checkpoint, state)
+    del state["images"]
+    position = {name: value for name, value in state["position"].items() if name != "diverged"}
+    save_checkpoint(run.checkpoint, {**state, "position": {**position, "finished": False}})
     (tmp_path / "old" / "checkpoint.pt.previous").unlink()
     run.config.write_text(json.dumps(fields))
+    saved = export.load_saved(tmp_path / "old")
+    assert (saved.state, len(saved.images.classes)) == ("unfinished", 10)
+    assert export.test_batch(saved, "data", 5).shape == (5, 1, 8, 8)
     train(SMALL, tmp_path / "old", show=False)
     assert_same(whole, tmp_path / "old")
     with pytest.raises(RunError, match=r"another recipe \(optimizer: 'adamw', was 'sgd'"):
@@ -273,14 +284,14 @@ def test_scales_are_measured_on_the_first_batch_and_kept(tmp_path, monkeypatch, 
     stop_after(recipe, tmp_path / "run", 2)
     train(recipe, tmp_path / "run", show=False)
     state, _ = load_checkpoint(Run(tmp_path / "run").checkpoint)
-    loader, _, channels, classes = make_loaders(recipe, Processes(0, 1, torch.device("cpu")), Path("data"))
+    loader, _, images = make_loaders(recipe, Processes(0, 1, torch.device("cpu")), Path("data"))
     torch.manual_seed(recipe.seed)
-    model = make_model(recipe, Processes(0, 1, torch.device("cpu")), channels, classes)
+    model = make_model(recipe, Processes(0, 1, torch.device("cpu")), images)
     assumed = {name: value.clone() for name, value in scales(model.state_dict()).items()}
     scale_to_data(model, next(loader.epoch(0)))
     expected = scales(model.state_dict())
     assert all((expected[name] / assumed[name] - 1).abs() > 0.01 for name in expected)
-    for found in (state["model"], load_saved(tmp_path / "run").model.state_dict()):
+    for found in (state["model"], export.load_saved(tmp_path / "run").model.state_dict()):
         assert scales(found).keys() == expected.keys()
         assert all(torch.equal(scales(found)[name], value) for name, value in expected.items())
 

@@ -18,7 +18,7 @@ from balnorm.models import create_model
 from balnorm.training.checkpoint import CheckpointError, load_checkpoint
 from balnorm.training.config import Recipe
 from balnorm.training.files import write_atomically
-from balnorm.training.images import make_test_loader
+from balnorm.training.images import image_shape, make_loaders, make_test_loader
 from balnorm.training.processes import Processes
 
 __all__ = ["Saved", "export_folded", "load_saved", "test_batch"]
@@ -57,11 +57,17 @@ def load_saved(path: str | Path) -> Saved:
 
 
 def _network(state: Mapping[str, Any]) -> tuple[Recipe, ImageSpec, nn.Module]:
-    recipe, images = Recipe.from_dict(state["recipe"]), ImageSpec(**state["images"])
+    recipe = Recipe.from_dict(state["recipe"])
     weights: dict[str, Any] = state["model"]
     if state["averaged"] is not None:
         averaged = state["averaged"].items()
         weights = {name.removeprefix("module."): value for name, value in averaged if name.startswith("module.")}
+    if state["images"] is None:  # from before version 0.2: the classifier has as many rows as there are classes
+        classes = [value for value in weights.values() if value.dim() == 2][-1].shape[0]
+        (channels, size, _), _ = image_shape(recipe)
+        images = ImageSpec(channels, size, ("",) * classes, (), (), (0, 0))
+    else:
+        images = ImageSpec(**state["images"])
     options = {"in_channels": images.channels, **recipe.model_options()}
     model = create_model(recipe.model, recipe.norm, len(images.classes), **options)
     model.load_state_dict(weights)
@@ -73,7 +79,8 @@ def _network(state: Mapping[str, Any]) -> tuple[Recipe, ImageSpec, nn.Module]:
 def test_batch(saved: Saved, root: str | Path, images: int) -> Tensor:
     """The first test images, as the network is fed them; all of them where there are fewer."""
     team = Processes(0, 1, torch.device("cpu"))
-    loader = make_test_loader(saved.recipe, team, Path(root), saved.images, images)
+    spec = saved.images if saved.images.mean else make_loaders(saved.recipe, team, Path(root))[2]
+    loader = make_test_loader(saved.recipe, team, Path(root), spec, images)
     return next(batch for batch, _ in loader.epoch())
 
 

@@ -5,11 +5,17 @@
 >>> loader = MemoryLoader(train, batch_size=64, training=True, seed=1)
 """
 
-from balnorm.data.download import check, download
-from balnorm.data.folders import IMAGENET_STATISTICS, FolderLoader, ImageFolder
-from balnorm.data.loaders import MemoryLoader
-from balnorm.data.mixup import Blend, Mixup, soft_cross_entropy
-from balnorm.data.sources import SETS, DataError, Images, ImageSpec, channel_statistics, load
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from balnorm.data.sets import SETS
+
+if TYPE_CHECKING:
+    from balnorm.data.downloads import check, download
+    from balnorm.data.folders import IMAGENET_STATISTICS, FolderLoader, ImageFolder
+    from balnorm.data.loaders import MemoryLoader
+    from balnorm.data.mixup import Blend, Mixup, soft_cross_entropy
+    from balnorm.data.sources import DataError, Images, ImageSpec, channel_statistics, load
 
 __all__ = [
     "IMAGENET_STATISTICS",
@@ -28,3 +34,19 @@ __all__ = [
     "load",
     "soft_cross_entropy",
 ]
+
+_HOMES = {
+    "downloads": ("check", "download"),
+    "folders": ("IMAGENET_STATISTICS", "FolderLoader", "ImageFolder"),
+    "loaders": ("MemoryLoader",),
+    "mixup": ("Blend", "Mixup", "soft_cross_entropy"),
+    "sources": ("DataError", "Images", "ImageSpec", "channel_statistics", "load"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch and numpy when the first of these names is used: those of the data sets are there without."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"balnorm.data.{home}"), name)
+    raise AttributeError(f"module 'balnorm.data' has no attribute {name!r}")

@@ -64,8 +64,6 @@ class ImageFolder:
             classes, source = _class_folders(train), str(train)
         if unknown := sorted(set(found) - set(classes)):
             raise DataError(f"{folder} has classes that are not in {source}: {', '.join(unknown[:5])}")
-        if len(classes) < 2:
-            raise DataError(f"{source} has one class only, {classes[0]}: put the images of each class into one folder")
         paths: list[Path] = []
         labels: list[int] = []
         for label, name in enumerate(classes):

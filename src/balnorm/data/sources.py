@@ -12,26 +12,15 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from balnorm.data.sets import CIFAR, DIGITS, FASHION, IDX, SETS, SVHN, SVHN_TEST, Split
 from balnorm.errors import Failure
 
-__all__ = [
-    "SETS",
-    "DataError",
-    "DataFile",
-    "DataSet",
-    "ImageSpec",
-    "Images",
-    "channel_statistics",
-    "load",
-    "stratified",
-]
-
-Split = Literal["train", "test"]
+__all__ = ["DataError", "ImageSpec", "Images", "channel_statistics", "load", "stratified"]
 
 
 class DataError(Failure):
@@ -87,36 +76,6 @@ class ImageSpec:
         return self.mean, self.std
 
 
-@dataclass(frozen=True)
-class DataFile:
-    """A file to download: where from, what to call it, its published MD5, and what is in it, if it is an archive."""
-
-    url: str
-    path: str
-    md5: str
-    members: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class DataSet:
-    """What is known of a data set.
-
-    Attributes:
-        read: the images of a split, from a root folder.
-        files: what to download for it; empty for what comes with scikit-learn.
-        channels, size: of an image.
-        classes: how many.
-        flip: whether a mirrored image is still one of its class; digits are not.
-    """
-
-    read: Callable[[Path, Split], Images]
-    files: tuple[DataFile, ...]
-    channels: int
-    size: int
-    classes: int
-    flip: bool
-
-
 def load(
     name: str,
     root: str | Path,
@@ -130,7 +89,7 @@ def load(
 
     Args:
         name: a name from :data:`SETS`.
-        root: the folder that holds the data set's files, as ``balnorm.data.download`` leaves them.
+        root: the folder that holds the data set's files, as ``balnorm.data.downloads`` leaves them.
         split: ``"train"`` or ``"test"``.
         limit: at most so many images.
         fraction: this part of them, above 0 and at most 1.
@@ -145,7 +104,7 @@ def load(
         raise ValueError(f"the data set must be one of {', '.join(SETS)}, got {name!r}")
     if split not in ("train", "test"):
         raise ValueError(f"the split must be 'train' or 'test', got {split!r}")
-    everything = SETS[name].read(Path(root), split)
+    everything = _READERS[SETS[name].format](Path(root), split, name)
     return everything[stratified(everything.labels, limit=limit, fraction=fraction, seed=seed)]
 
 
@@ -255,7 +214,7 @@ def _checked(images: NDArray[np.uint8], labels: NDArray[Any], classes: tuple[str
 
 def _read_cifar(root: Path, split: Split, name: str) -> Images:
     """Records of one label byte (two for CIFAR-100: coarse and fine) and 3072 pixels in three planes."""
-    folder, archive, label_bytes, parts, classes = _CIFAR[name]
+    folder, archive, label_bytes, parts, classes = CIFAR[name]
     data: list[bytes] = []
     archive_path = root / archive.path
     unpacked = any((root / folder / f"{part}.bin{suffix}").is_file() for part in parts[split] for suffix in ("", ".xz"))
@@ -278,13 +237,13 @@ def _read_cifar(root: Path, split: Split, name: str) -> Images:
     return _checked(everything[:, label_bytes:].reshape(-1, 3, 32, 32), labels, classes, root / folder)
 
 
-def _read_svhn(root: Path, split: Split) -> Images:
+def _read_svhn(root: Path, split: Split, name: str) -> Images:
     """MATLAB files with X (32, 32, 3, N) and y (N, 1), where 10 stands for the digit 0. Train includes "extra"."""
     from scipy.io import loadmat
 
     images, labels = [], []
-    for file in _SVHN if split == "train" else _SVHN_TEST:
-        path = _find(root, "svhn", file.path)
+    for file in SVHN if split == "train" else SVHN_TEST:
+        path = _find(root, name, file.path)
         contents = _check_md5(_read(path), file.md5, path)
         try:
             arrays = loadmat(io.BytesIO(contents), variable_names=["X", "y"])
@@ -295,7 +254,7 @@ def _read_svhn(root: Path, split: Split) -> Images:
             raise _damaged(path, f"X is {pixels.dtype} {pixels.shape}, not uint8 (32, 32, 3, N)")
         images.append(pixels.transpose(3, 2, 0, 1))
         labels.append(digits % 10)
-    return _checked(np.concatenate(images), np.concatenate(labels), _DIGITS, root)
+    return _checked(np.concatenate(images), np.concatenate(labels), DIGITS, root)
 
 
 def _read_idx(root: Path, split: Split, name: str) -> Images:
@@ -306,7 +265,7 @@ def _read_idx(root: Path, split: Split, name: str) -> Images:
         file = f"{name}/{stem}-{kind}-ubyte"
         path = _find(root, name, f"{file}.gz", file)
         if path.suffix == ".gz":
-            _check_md5(_read(path), next(f.md5 for f in _IDX[name] if f.path == f"{file}.gz"), path)
+            _check_md5(_read(path), next(f.md5 for f in IDX[name] if f.path == f"{file}.gz"), path)
         data = _decompressed(path)
         header = 4 + 4 * axes
         if len(data) < header or data[:4] != bytes([0, 0, 8, axes]):
@@ -315,119 +274,24 @@ def _read_idx(root: Path, split: Split, name: str) -> Images:
         if len(data) - header != np.prod(shape, dtype=np.int64):
             raise _damaged(path, f"{len(data) - header} bytes where its header says {shape}")
         arrays.append(np.frombuffer(data, np.uint8, offset=header).reshape(shape))
-    classes = _DIGITS if name == "mnist" else _FASHION
+    classes = DIGITS if name == "mnist" else FASHION
     return _checked(arrays[0][:, None], arrays[1], classes, root / name)
 
 
-def _read_digits(root: Path, split: Split) -> Images:  # noqa: ARG001
+def _read_digits(root: Path, split: Split, name: str) -> Images:  # noqa: ARG001
     """scikit-learn's 1,797 images of digits, 8x8 with 17 levels of grey. A fifth of each class is the test set."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
     images = np.round(data.images * (255 / 16)).astype(np.uint8)[:, None]
-    everything = Images(images, data.target.astype(np.int64), _DIGITS)
+    everything = Images(images, data.target.astype(np.int64), DIGITS)
     test = stratified(everything.labels, fraction=0.2)
     return everything[test if split == "test" else np.setdiff1d(np.arange(len(images)), test)]
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The data sets
-# --------------------------------------------------------------------------------------------------------------------
-
-_DIGITS = tuple("0123456789")
-_FASHION = ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
-_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_TORONTO = "https://www.cs.toronto.edu/~kriz"
-_STANFORD = "http://ufldl.stanford.edu/housenumbers"
-
-# Folder, archive, bytes of a label, the files of each split with their MD5 where it is published, classes.
-_CIFAR: dict[str, tuple[str, DataFile, int, dict[Split, dict[str, str | None]], tuple[str, ...]]] = {
-    "cifar10": (
-        "cifar-10-batches-bin",
-        DataFile(
-            f"{_TORONTO}/cifar-10-binary.tar.gz",
-            "cifar-10-binary.tar.gz",
-            "c32a1d4ab5d03f1284b67883e8d87530",
-            tuple(
-                f"cifar-10-batches-bin/{part}.bin" for part in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
-            ),
-        ),
-        1,
-        {
-            "train": {
-                "data_batch_1": "5dd7e06a14cb22eb9f671a540d1b7c25",
-                "data_batch_2": "5ea93a67294ea407fff1d09f752e9692",
-                "data_batch_3": "942cd6a4bcdd0dd3c604fbe906cb4421",
-                "data_batch_4": "ae636b3ba5c66a11e91e8cb52e771fcb",
-                "data_batch_5": "53f37980c15c3d472c316c40844f3f0d",
-            },
-            "test": {"test_batch": "803d5f7f4d78ea53de84dbe85f74fb6d"},
-        },
-        _CIFAR10,
-    ),
-    "cifar100": (
-        "cifar-100-binary",
-        DataFile(
-            f"{_TORONTO}/cifar-100-binary.tar.gz",
-            "cifar-100-binary.tar.gz",
-            "03b5dce01913d631647c71ecec9e9cb8",
-            ("cifar-100-binary/train.bin", "cifar-100-binary/test.bin"),
-        ),
-        2,
-        {"train": {"train": None}, "test": {"test": None}},
-        tuple(f"class {label}" for label in range(100)),
-    ),
+_READERS: dict[str, Callable[[Path, Split, str], Images]] = {
+    "cifar": _read_cifar,
+    "svhn": _read_svhn,
+    "idx": _read_idx,
+    "digits": _read_digits,
 }
-_SVHN = (
-    DataFile(f"{_STANFORD}/train_32x32.mat", "svhn/train_32x32.mat", "e26dedcc434d2e4c54c9b2d4a06d8373"),
-    DataFile(f"{_STANFORD}/extra_32x32.mat", "svhn/extra_32x32.mat", "a93ce644f1a588dc4d68dda5feec44a7"),
-)
-_SVHN_TEST = (DataFile(f"{_STANFORD}/test_32x32.mat", "svhn/test_32x32.mat", "eb5a983be6a315427106f1b164d9cef3"),)
-
-
-def _idx_files(name: str, address: str, *md5s: str) -> tuple[DataFile, ...]:
-    files = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-    return tuple(
-        DataFile(f"{address}/{file}-ubyte.gz", f"{name}/{file}-ubyte.gz", md5)
-        for file, md5 in zip(files, md5s, strict=True)
-    )
-
-
-_IDX = {
-    "mnist": _idx_files(
-        "mnist",
-        "https://ossci-datasets.s3.amazonaws.com/mnist",
-        "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-        "d53e105ee54ea40749a09fcbcd1e9432",
-        "9fb629c4189551a2d022fa330f9573f3",
-        "ec29112dd5afa0611ce80d1b7f02629c",
-    ),
-    "fashion-mnist": _idx_files(
-        "fashion-mnist",
-        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
-        "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-        "25c81989df183df01b3e8a0aad5dffbe",
-        "bef4ecab320f06d8554ea6380940ec79",
-        "bb300cfdad3c16e7a12a480ee83cd310",
-    ),
-}
-
-
-def _cifar(name: str) -> DataSet:
-    classes = len(_CIFAR[name][4])
-    return DataSet(lambda root, split: _read_cifar(root, split, name), (_CIFAR[name][1],), 3, 32, classes, flip=True)
-
-
-def _idx(name: str, flip: bool) -> DataSet:
-    return DataSet(lambda root, split: _read_idx(root, split, name), _IDX[name], 1, 28, 10, flip)
-
-
-SETS: dict[str, DataSet] = {
-    "cifar10": _cifar("cifar10"),
-    "cifar100": _cifar("cifar100"),
-    "svhn": DataSet(_read_svhn, (*_SVHN, *_SVHN_TEST), 3, 32, 10, flip=False),
-    "mnist": _idx("mnist", flip=False),
-    "fashion-mnist": _idx("fashion-mnist", flip=True),
-    "digits": DataSet(_read_digits, (), 1, 8, 10, flip=False),
-}
-"""The data sets that fit into memory, by name. Image folders, as ImageNet's, are in :mod:`balnorm.data.folders`."""

@@ -7,26 +7,32 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
 import inspect
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from balnorm.models.preact_resnet import BLOCKS, PreActResNet
-from balnorm.models.resnet import ResNet
-from balnorm.models.wide_resnet import WideResNet
 from balnorm.norms import Normalization, get_norm
 
-__all__ = ["MODELS", "PreActResNet", "ResNet", "WideResNet", "create_model"]
+if TYPE_CHECKING:
+    from torch import nn
 
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "wide_resnet": WideResNet,
-    **{f"preact_resnet{depth}": functools.partial(PreActResNet, depth=depth) for depth in BLOCKS},
-    **{f"resnet{depth}": functools.partial(ResNet, depth=depth) for depth in BLOCKS},
+    from balnorm.models.preact_resnet import PreActResNet
+    from balnorm.models.resnet import ResNet
+    from balnorm.models.wide_resnet import WideResNet
+
+__all__ = ["BLOCKS", "MODELS", "PreActResNet", "ResNet", "WideResNet", "create_model"]
+
+BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+"""Blocks in each stage of a ResNet, by depth. From depth 50 on they are bottlenecks."""
+
+MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "wide_resnet": ("WideResNet", {}),
+    **{f"preact_resnet{depth}": ("PreActResNet", {"depth": depth}) for depth in BLOCKS},
+    **{f"resnet{depth}": ("ResNet", {"depth": depth}) for depth in BLOCKS},
 }
-"""Every network by its name."""
+"""Every network by its name: its class, and what is fixed."""
+
+_HOMES = {"WideResNet": "wide_resnet", "PreActResNet": "preact_resnet", "ResNet": "resnet"}
 
 
 def create_model(name: str, norm: str | Normalization = "balnorm", num_classes: int = 10, **options: Any) -> nn.Module:
@@ -41,11 +47,17 @@ def create_model(name: str, norm: str | Normalization = "balnorm", num_classes: 
     """
     if name not in MODELS:
         raise ValueError(f"the model must be one of {', '.join(MODELS)}, got {name!r}")
-    build = MODELS[name]
-    fixed = build.keywords if isinstance(build, functools.partial) else {}
-    taken = {"norm", "num_classes", *fixed}
-    allowed = [option for option in inspect.signature(build).parameters if option not in taken]
+    kind, fixed = MODELS[name]
+    build = __getattr__(kind)
+    allowed = [each for each in inspect.signature(build).parameters if each not in {"norm", "num_classes", *fixed}]
     for option in options:
         if option not in allowed:
             raise ValueError(f"{name} has no option {option!r}; it has {', '.join(allowed)}")
-    return build(get_norm(norm), num_classes, **options)
+    return build(get_norm(norm), num_classes, **fixed, **options)
+
+
+def __getattr__(name: str) -> Any:
+    """A class, imported with torch when it is first used: the names of the networks are there without."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'balnorm.models' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"balnorm.models.{_HOMES[name]}"), name)

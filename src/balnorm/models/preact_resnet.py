@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from balnorm.models._stages import make_stages
 from balnorm.norms import Normalization
 
-__all__ = ["BLOCKS", "PreActResNet"]
-
-BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-"""Blocks in each stage, by depth. From depth 50 on they are bottlenecks."""
+__all__ = ["PreActResNet"]
 
 
 class PreActResNet(nn.Module):
@@ -39,13 +36,7 @@ class PreActResNet(nn.Module):
         super().__init__()
         block = Block if depth < 50 else Bottleneck
         self.conv1 = norm.conv(in_channels, width, 3, padding=1)
-        inputs, stages = width, []
-        for stage, blocks in enumerate(BLOCKS[depth]):
-            planes = width * 2**stage
-            strides = [1 if stage == 0 else 2] + [1] * (blocks - 1)
-            stages.append(_stage(norm, block, inputs, planes, strides))
-            inputs = planes * block.expansion
-        self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        (self.layer1, self.layer2, self.layer3, self.layer4), inputs = make_stages(norm, block, depth, width)
         self.fc = nn.Linear(inputs, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,16 +79,6 @@ class Bottleneck(nn.Module):
         y = F.relu(self.bn2(self.conv1(y)))
         y = F.relu(self.bn3(self.conv2(y)))
         return self.conv3(y) + shortcut
-
-
-def _stage(
-    norm: Normalization, block: type[Block] | type[Bottleneck], inputs: int, planes: int, strides: Sequence[int]
-) -> nn.Sequential:
-    blocks: list[nn.Module] = []
-    for stride in strides:
-        blocks.append(block(norm, inputs, planes, stride))
-        inputs = planes * block.expansion
-    return nn.Sequential(*blocks)
 
 
 def _projection(norm: Normalization, inputs: int, outputs: int, stride: int) -> nn.Module | None:

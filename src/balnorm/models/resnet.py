@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from balnorm.models._stages import make_stages
 from balnorm.norms import Normalization
 
-__all__ = ["BLOCKS", "ResNet"]
-
-BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-"""Blocks in each stage, by depth. From depth 50 on they are bottlenecks."""
+__all__ = ["ResNet"]
 
 
 class ResNet(nn.Module):
@@ -40,13 +37,7 @@ class ResNet(nn.Module):
         super().__init__()
         block = BasicBlock if depth < 50 else Bottleneck
         self.conv1, self.bn1 = norm.conv(in_channels, width, 7, stride=2, padding=3), norm.norm(width)
-        inputs, stages = width, []
-        for stage, blocks in enumerate(BLOCKS[depth]):
-            planes = width * 2**stage
-            strides = [1 if stage == 0 else 2] + [1] * (blocks - 1)
-            stages.append(_stage(norm, block, inputs, planes, strides))
-            inputs = planes * block.expansion
-        self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        (self.layer1, self.layer2, self.layer3, self.layer4), inputs = make_stages(norm, block, depth, width)
         self.fc = nn.Linear(inputs, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,16 +80,6 @@ class Bottleneck(nn.Module):
         y = F.relu(self.bn1(self.conv1(x)), inplace=True)
         y = F.relu(self.bn2(self.conv2(y)), inplace=True)
         return F.relu(self.bn3(self.conv3(y)) + shortcut, inplace=True)
-
-
-def _stage(
-    norm: Normalization, block: type[BasicBlock] | type[Bottleneck], inputs: int, planes: int, strides: Sequence[int]
-) -> nn.Sequential:
-    blocks: list[nn.Module] = []
-    for stride in strides:
-        blocks.append(block(norm, inputs, planes, stride))
-        inputs = planes * block.expansion
-    return nn.Sequential(*blocks)
 
 
 def _projection(norm: Normalization, inputs: int, outputs: int, stride: int) -> nn.Module | None:

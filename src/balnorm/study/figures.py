@@ -5,54 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from balnorm.study.grid import Setting
 from balnorm.study.results import Results
 from balnorm.study.statistics import Spread, final, spread, values_by_epoch
 
-__all__ = ["Curve", "Figure", "Panel", "Style", "figures", "style"]
+__all__ = ["Curve", "Figure", "Panel", "figures"]
 
 Range = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Style:
-    """How a method is drawn, always and everywhere."""
-
-    colour: str
-    dash: Literal["solid", "dashed", "dotted"] = "solid"
-
-
-# The palette of Okabe and Ito, which colour-blind readers can tell apart, with a few of Paul Tol's muted colours. What
-# belongs together has one colour and differs in its dashes, so that nothing depends on telling more colours apart.
-_STYLES = {
-    "balnorm": Style("#0072B2"),
-    "balnorm-two-pass": Style("#0072B2", "dashed"),
-    "balnorm-quarter": Style("#0072B2", "dotted"),
-    "balnorm-position": Style("#56B4E9"),
-    "balnorm-position-two-pass": Style("#56B4E9", "dashed"),
-    "balnorm-gain1": Style("#CC79A7"),
-    "balnorm-gain1-two-pass": Style("#CC79A7", "dashed"),
-    "balnorm-gain1-position": Style("#A0305F"),
-    "balnorm-gain1-position-two-pass": Style("#A0305F", "dashed"),
-    "batchnorm": Style("#D55E00"),
-    "batchnorm-quarter": Style("#D55E00", "dotted"),
-    "batchrenorm": Style("#D55E00", "dashed"),
-    "groupnorm": Style("#009E73"),
-    "layernorm": Style("#009E73", "dashed"),
-    "instancenorm": Style("#009E73", "dotted"),
-    "weightnorm": Style("#E69F00"),
-    "weightnorm-meanonly": Style("#E69F00", "dashed"),
-    "weightstandardization": Style("#E69F00", "dotted"),
-    "lrn": Style("#7A7A7A", "dashed"),
-    "none": Style("#7A7A7A"),
-}
-
-
-def style(norm: str) -> Style:
-    """The style of a normalisation."""
-    return _STYLES.get(norm, Style("#AA4499"))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from balnorm.study.figures import Curve, Figure, Panel, style
+from balnorm.norms import NORMS
+from balnorm.study.figures import Curve, Figure, Panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,7 +88,7 @@ def _draw(panel: Panel, axes: Axes, figure: Figure) -> None:
 
 
 def _draw_curve(curve: Curve, axes: Axes, points: bool) -> None:
-    look = style(curve.norm)
+    look = NORMS[curve.norm].style
     nan = float("nan")
     median, low, high = ([nan if v is None else v for v in vs] for vs in (curve.median, curve.low, curve.high))
     marker = "o" if points or len(curve.x) == 1 else ""

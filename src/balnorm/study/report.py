@@ -8,16 +8,17 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from urllib.parse import quote
 
-from balnorm.study.figures import Figure, figures, style
+from balnorm.norms import NORMS
+from balnorm.study.figures import Figure, figures
 from balnorm.study.grid import Setting
 from balnorm.study.plots import FORMATS, figure_files
 from balnorm.study.results import Result, Results, read_results
 from balnorm.study.statistics import difference, final, levels, spread
 from balnorm.study.tables import Table, as_csv, as_latex, as_markdown, as_text, baseline_of, study_tables
-from balnorm.training.config import NormName, Recipe
+from balnorm.training.config import Recipe
 from balnorm.training.files import write_atomically
 
 __all__ = ["Report", "write_report"]
@@ -59,8 +60,8 @@ def write_report(
     """
     if unknown := [kind for kind in formats if kind not in FORMATS]:
         raise ValueError(f"formats must be of {', '.join(FORMATS)}, got {', '.join(unknown)}")
-    if baseline not in get_args(NormName):
-        raise ValueError(f"baseline must be one of {', '.join(get_args(NormName))}, got {baseline!r}")
+    if baseline not in NORMS:
+        raise ValueError(f"baseline must be one of {', '.join(NORMS)}, got {baseline!r}")
     if any(not 0 < level < 1 for level in reach):
         raise ValueError(f"reach takes accuracies between 0 and 1, such as 0.9, got {', '.join(map(str, reach))}")
     results = read_results(folders)
@@ -84,7 +85,7 @@ def write_report(
         figures=list(zip(drawn, files, strict=True)),
         charts=[asdict(figure) for figure in drawn],
         tables=tables,
-        styles=[{"norm": n, **asdict(style(n))} for n in dict.fromkeys(s.norm for s in results.settings)],
+        styles=[{"norm": n, **asdict(NORMS[n].style)} for n in dict.fromkeys(s.norm for s in results.settings)],
         runs=[_run_row(run, out) for run in results.runs],
         hyperparameters=_hyperparameters(results),
         environments=results.environments,

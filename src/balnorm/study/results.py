@@ -8,11 +8,12 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+from balnorm.norms import NORMS
 from balnorm.study.grid import FAILURE, Setting, State, settings_of, state_after
 from balnorm.study.packed import METRICS, STUDY, Packed, Records, command_line, read_packed
-from balnorm.training.config import NormName, Recipe
+from balnorm.training.config import Recipe
 from balnorm.training.files import parse_json
 from balnorm.training.run import Run, RunError, check_records
 
@@ -214,7 +215,7 @@ def _place_of(run: Result) -> Path:
 
 
 def _place(setting: Setting) -> tuple[Any, ...]:
-    place = get_args(NormName).index(setting.norm)
+    place = list(NORMS).index(setting.norm)
     # Numbers by size and before other values, which go by their names.
     values = [(0, value, "") if isinstance(value, int | float) else (1, 0, str(value)) for _, value in setting.varied]
     return (*values, place)

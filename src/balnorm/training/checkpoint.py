@@ -107,6 +107,16 @@ def _read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} holds something else than tensors and numbers, and was not loaded") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is not a checkpoint of balnorm")
+    return _renewed(state)
+
+
+def _renewed(state: dict[str, Any]) -> dict[str, Any]:
+    """A state from before version 0.2 as one of today: it says whether the run has ended, and nothing of its images."""
+    position = state.get("position")
+    if isinstance(position, dict) and "finished" in position:
+        ended = position.pop("finished")
+        position["diverged"] = bool(ended and position["epoch"] < state["recipe"]["epochs"])
+        state.setdefault("images", None)
     return state
 
 

@@ -6,7 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+
+from balnorm.data.sets import SETS
+from balnorm.models import MODELS
+from balnorm.norms import NORMS, get_norm
 
 __all__ = [
     "MixupKind",
@@ -21,42 +25,12 @@ __all__ = [
     "without_effect",
 ]
 
-SetName = Literal["cifar10", "cifar100", "svhn", "mnist", "fashion-mnist", "digits", "folder"]
-ModelName = Literal[
-    "wide_resnet",
-    "preact_resnet18",
-    "preact_resnet34",
-    "preact_resnet50",
-    "preact_resnet101",
-    "preact_resnet152",
-    "resnet18",
-    "resnet34",
-    "resnet50",
-    "resnet101",
-    "resnet152",
-]
-NormName = Literal[
-    "balnorm",
-    "balnorm-two-pass",
-    "balnorm-position",
-    "balnorm-quarter",
-    "balnorm-gain1",
-    "balnorm-position-two-pass",
-    "balnorm-gain1-two-pass",
-    "balnorm-gain1-position",
-    "balnorm-gain1-position-two-pass",
-    "batchnorm",
-    "batchnorm-quarter",
-    "groupnorm",
-    "layernorm",
-    "instancenorm",
-    "batchrenorm",
-    "weightnorm",
-    "weightnorm-meanonly",
-    "lrn",
-    "weightstandardization",
-    "none",
-]
+if TYPE_CHECKING:
+    ModelName = str
+    NormName = str
+    SetName = str
+else:  # their names are where they are; none of these imports torch
+    ModelName, NormName, SetName = Literal[tuple(MODELS)], Literal[tuple(NORMS)], Literal[(*SETS, "folder")]
 OptimizerName = Literal["sgd", "adamw"]
 ScheduleName = Literal["multistep", "onecycle", "cosine", "constant"]
 MixupKind = Literal["none", "input", "manifold"]
@@ -171,9 +145,9 @@ class Recipe:
             raise ValueError("depth is for wide_resnet and must be 6 n + 2: 8, 14, 20, 26, ...")
         if self.label_smoothing and (self.mixup != "none" or self.loss != "cross_entropy"):
             raise ValueError("label_smoothing goes with cross_entropy and without mixup")
-        if self.sync_stats and not (self.norm.startswith("balnorm") or self.norm == "batchnorm"):
+        if self.sync_stats and get_norm(self.norm).sync is None:
             raise ValueError(f"sync_stats is for balnorm and batchnorm, not for {self.norm}")
-        if self.scale_to_data and not self.norm.startswith("balnorm"):
+        if self.scale_to_data and not get_norm(self.norm).balanced:
             raise ValueError(f"scale_to_data is for balnorm, not for {self.norm}")
 
     def idle(self) -> dict[str, str]:

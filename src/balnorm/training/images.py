@@ -9,6 +9,7 @@ from typing import Any
 from balnorm.data import (
     IMAGENET_STATISTICS,
     SETS,
+    DataError,
     FolderLoader,
     ImageFolder,
     Images,
@@ -36,6 +37,8 @@ def make_loaders(recipe: Recipe, team: Processes, root: Path) -> tuple[Loader, L
     std: Any
     if recipe.data == "folder":
         data = ImageFolder.scan(root, "train", limit=recipe.train_limit)
+        if len(data.classes) < 2:
+            raise DataError(f"{root} has one class only, {data.classes[0]}: each class needs a folder of its own")
         mean, std = IMAGENET_STATISTICS
     else:
         if recipe.padding > size:

@@ -23,7 +23,7 @@ from balnorm.data.augment import generator
 from balnorm.errors import Stopped
 from balnorm.layers import BalNormLayer
 from balnorm.models import create_model
-from balnorm.norms import set_progress
+from balnorm.norms import get_norm, set_progress
 from balnorm.surgery import param_groups, scale_to_data
 from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, set_aside
 from balnorm.training.config import Recipe
@@ -143,6 +143,7 @@ class Trainer:
         checkpoint_minutes: float | None,
     ) -> None:
         self.recipe, self.run, self.team, self.progress = recipe, run, team, progress
+        self.norm = get_norm(recipe.norm)
         self.checkpoint_steps, self.checkpoint_minutes = checkpoint_steps, checkpoint_minutes
         self.train_loader, self.test_loader, self.images = make_loaders(recipe, team, root)
         torch.manual_seed(recipe.seed)
@@ -215,7 +216,7 @@ class Trainer:
             rate = rates(recipe, done)
             for group in self.optimizer.param_groups:
                 set_rates(group, rate)
-            if recipe.norm == "batchrenorm":
+            if self.norm.follows_progress:
                 set_progress(self.model, done / recipe.epochs)
             scores, loss = self.step(images, labels)
             self.at.sums += sums_of(loss * len(labels), scores, labels)
@@ -353,7 +354,7 @@ class Trainer:
             raise ValueError("it has other parts")
         if Recipe.from_dict(state["recipe"]) != self.recipe:  # fields that came later have their defaults
             raise ValueError("the recipe is another")
-        if changed := _changes(self.images, state["images"]):
+        if state["images"] is not None and (changed := _changes(self.images, state["images"])):
             raise RunError(f"the images are not those that {self.run.folder} was started with: {changed}")
         if state["world"] != self.team.world:
             raise RunError(
@@ -425,14 +426,14 @@ def _changes(images: ImageSpec, saved: dict[str, Any]) -> str:
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """As its own method does, which believes whatever it is given."""
     ours, theirs = (
-        [{name: group[name] for name in group if name not in ("params", "lr", "momentum")} for group in groups]
+        [{name: group[name] for name in group if name not in ("params", "lr", "momentum", "betas")} for group in groups]
         for groups in (optimizer.param_groups, state["param_groups"])
     )
     if ours != theirs:
         raise ValueError("the optimiser has other options")
     optimizer.load_state_dict(state)
     for parameter, kept in optimizer.state.items():
-        if any(isinstance(value, Tensor) and value.shape != parameter.shape for value in kept.values()):
+        if any(isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape for value in kept.values()):
             raise ValueError("the optimiser is of another network")
 
 
@@ -446,7 +447,7 @@ def make_model(recipe: Recipe, team: Processes, images: ImageSpec) -> nn.Module:
     options = {"in_channels": images.channels, **recipe.model_options()}
     model = create_model(recipe.model, recipe.norm, len(images.classes), **options)
     if recipe.sync_stats:
-        if recipe.norm == "batchnorm":
+        if get_norm(recipe.norm).sync == "torch":
             if team.device.type == "cpu":
                 raise ValueError("sync_stats for batchnorm is torch's SyncBatchNorm, which needs GPUs")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]

@@ -1,29 +1,15 @@
-"""Every normalisation that the paper names, as two factories: for convolutions, and for what stands beside them.
-
-A method that normalises activations gives a plain convolution and a norm; one that normalises weights gives its own
-convolution and an identity. A network calls both in its natural order, conv-norm-relu or norm-relu-conv, and so is
-written once for all of them.
-
->>> sorted(NORMS)[:4]
-['balnorm', 'balnorm-gain1', 'balnorm-gain1-position', 'balnorm-gain1-position-two-pass']
->>> norm = NORMS["groupnorm"]
->>> norm.conv(3, 64, 3, padding=1)
-Conv2d(3, 64, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), bias=False)
->>> norm.norm(64).num_groups
-32
-"""
+"""The layers behind the normalisations: convolutions, and what stands beside them."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import BatchNorm2d
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -32,42 +18,21 @@ from balnorm.core.torch_private import recomputing
 from balnorm.layers import BalNormConv2d
 
 __all__ = [
-    "NORMS",
+    "BalNormConv2d",
+    "BatchNorm2d",
     "BatchRenorm2d",
     "MeanOnlyBatchNorm2d",
-    "Normalization",
     "QuarterBatchNorm2d",
-    "get_norm",
+    "conv",
+    "group_norm",
+    "identity",
+    "instance_norm",
+    "layer_norm",
+    "local_response_norm",
     "set_progress",
+    "weight_normalized",
+    "weight_standardized",
 ]
-
-
-@dataclass(frozen=True)
-class Normalization:
-    """A way to normalise a convolutional network.
-
-    Attributes:
-        conv: makes a convolution, with the arguments of :class:`torch.nn.Conv2d` up to ``groups``. Its weights start
-            normal with variance 2 / fan_out (He et al.), and it has a bias unless the norm beside it takes that away.
-        norm: makes what stands beside the convolution, for a number of channels.
-        source: the publication.
-        pixels: what the network is customarily fed: ``"standardized"`` pixels, of mean 0 and variance 1 in each
-            channel, or ``"unit"`` ones, in [0, 1].
-    """
-
-    conv: Callable[..., nn.Module]
-    norm: Callable[[int], nn.Module]
-    source: str
-    pixels: Literal["standardized", "unit"] = "standardized"
-
-
-def get_norm(norm: str | Normalization) -> Normalization:
-    """A normalisation by name, or the one given."""
-    if isinstance(norm, Normalization):
-        return norm
-    if norm not in NORMS:
-        raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
-    return NORMS[norm]
 
 
 def set_progress(model: nn.Module, progress: float) -> None:
@@ -84,22 +49,18 @@ def set_progress(model: nn.Module, progress: float) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _conv(*args: Any, bias: bool, **kwargs: Any) -> nn.Conv2d:
-    conv: nn.Conv2d = functools.partial(nn.Conv2d, bias=bias)(*args, **kwargs)
-    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
-    if conv.bias is not None:
-        nn.init.zeros_(conv.bias)
-    return conv
+def conv(*args: Any, bias: bool, **kwargs: Any) -> nn.Conv2d:
+    layer = nn.Conv2d(*args, **{**kwargs, "bias": bias})
+    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
 
 
-_conv_without_bias = functools.partial(_conv, bias=False)
-_conv_with_bias = functools.partial(_conv, bias=True)
-
-
-def _weight_normalized(*args: Any, bias: bool, **kwargs: Any) -> nn.Module:
-    conv = _conv(*args, bias=bias, **kwargs)
-    weight_norm(conv, dim=0)
-    return conv
+def weight_normalized(*args: Any, bias: bool, **kwargs: Any) -> nn.Module:
+    layer = conv(*args, bias=bias, **kwargs)
+    weight_norm(layer, dim=0)
+    return layer
 
 
 class _Standardize(nn.Module):
@@ -111,10 +72,10 @@ class _Standardize(nn.Module):
         return (weight - mean) / (std + 1e-5)
 
 
-def _weight_standardized(*args: Any, **kwargs: Any) -> nn.Module:
-    conv = _conv_without_bias(*args, **kwargs)
-    parametrize.register_parametrization(conv, "weight", _Standardize())
-    return conv
+def weight_standardized(*args: Any, **kwargs: Any) -> nn.Module:
+    layer = conv(*args, bias=False, **kwargs)
+    parametrize.register_parametrization(layer, "weight", _Standardize())
+    return layer
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -122,11 +83,11 @@ def _weight_standardized(*args: Any, **kwargs: Any) -> nn.Module:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _identity(_: int) -> nn.Module:
+def identity(_: int) -> nn.Module:
     return nn.Identity()
 
 
-def _group_norm(channels: int) -> nn.Module:
+def group_norm(channels: int) -> nn.Module:
     """32 groups, or the largest divisor of 32 that leaves each of them whole and of two channels at least.
 
     Two is the least that the paper has, 64 channels in 32 groups; groups of one would be instance normalisation.
@@ -135,16 +96,16 @@ def _group_norm(channels: int) -> nn.Module:
     return nn.GroupNorm(groups // 2 if groups == channels > 1 else groups, channels)
 
 
-def _layer_norm(channels: int) -> nn.Module:
+def layer_norm(channels: int) -> nn.Module:
     """Over channels and space together, as the paper of group normalisation has it for convolutions."""
     return nn.GroupNorm(1, channels)
 
 
-def _instance_norm(channels: int) -> nn.Module:
+def instance_norm(channels: int) -> nn.Module:
     return nn.InstanceNorm2d(channels, affine=True)
 
 
-def _local_response_norm(_: int) -> nn.Module:
+def local_response_norm(_: int) -> nn.Module:
     """AlexNet's: k = 2, n = 5, alpha = 1e-4, beta = 0.75. torch divides alpha by n, AlexNet does not."""
     return nn.LocalResponseNorm(size=5, alpha=5 * 1e-4, beta=0.75, k=2.0)
 
@@ -308,55 +269,3 @@ class BatchRenorm2d(_RunningNorm):
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}"
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# By name
-# --------------------------------------------------------------------------------------------------------------------
-
-_BALNORM = "Defazio and Bottou 2018, Controlling Covariate Shift using Balanced Normalization of Weights"
-
-
-def _balnorm(**options: Any) -> Normalization:
-    return Normalization(functools.partial(BalNormConv2d, **options), _identity, _BALNORM, pixels="unit")
-
-
-NORMS: dict[str, Normalization] = {
-    "balnorm": _balnorm(),
-    "balnorm-two-pass": _balnorm(one_pass=False),
-    "balnorm-position": _balnorm(mass="position"),
-    "balnorm-quarter": _balnorm(stats_fraction=0.25),
-    "balnorm-gain1": _balnorm(output_scale=1.0),
-    "balnorm-position-two-pass": _balnorm(mass="position", one_pass=False),
-    "balnorm-gain1-two-pass": _balnorm(output_scale=1.0, one_pass=False),
-    "balnorm-gain1-position": _balnorm(output_scale=1.0, mass="position"),
-    "balnorm-gain1-position-two-pass": _balnorm(output_scale=1.0, mass="position", one_pass=False),
-    "batchnorm": Normalization(
-        _conv_without_bias, nn.BatchNorm2d, "Ioffe and Szegedy 2015, Batch Normalization: Accelerating Deep Network ..."
-    ),
-    "batchnorm-quarter": Normalization(
-        _conv_without_bias, QuarterBatchNorm2d, "Defazio and Bottou 2018 for BalNorm; here for comparison"
-    ),
-    "groupnorm": Normalization(_conv_without_bias, _group_norm, "Wu and He 2018, Group Normalization"),
-    "layernorm": Normalization(_conv_without_bias, _layer_norm, "Ba, Kiros and Hinton 2016, Layer Normalization"),
-    "instancenorm": Normalization(
-        _conv_without_bias, _instance_norm, "Ulyanov, Vedaldi and Lempitsky 2016, Instance Normalization"
-    ),
-    "batchrenorm": Normalization(_conv_without_bias, BatchRenorm2d, "Ioffe 2017, Batch Renormalization"),
-    "weightnorm": Normalization(
-        functools.partial(_weight_normalized, bias=True), _identity, "Salimans and Kingma 2016, Weight Normalization"
-    ),
-    "weightnorm-meanonly": Normalization(
-        functools.partial(_weight_normalized, bias=False),
-        MeanOnlyBatchNorm2d,
-        "Salimans and Kingma 2016, Weight Normalization, section 3 and the CIFAR-10 experiments",
-    ),
-    "lrn": Normalization(
-        _conv_with_bias, _local_response_norm, "Krizhevsky, Sutskever and Hinton 2012, ImageNet Classification ..."
-    ),
-    "weightstandardization": Normalization(
-        _weight_standardized, _group_norm, "Qiao, Wang, Liu, Shen and Yuille 2019, Micro-Batch Training with ..."
-    ),
-    "none": Normalization(_conv_with_bias, _identity, "no normalisation; weights as of He et al. 2015"),
-}
-"""Every normalisation by its name."""

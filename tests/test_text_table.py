@@ -1,6 +1,6 @@
 """Plain text tables. The example in the docstring cannot tell spaces, which doctest is told to ignore."""
 
-from balnorm.tables import text_table
+from balnorm.text_table import text_table
 
 
 def test_columns_of_numbers_stand_to_the_right_and_others_to_the_left():

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 
-from balnorm.data.sources import SETS, DataError, DataFile
+from balnorm.data.sets import SETS, DataFile
+from balnorm.data.sources import DataError
 
 __all__ = ["check", "download", "fetch"]
 
