@@ -38,8 +38,9 @@ def closed_form_conv(
 ) -> Tensor:
     """A balanced convolution of ``x`` (N, C, *in), by a geometry that does not pad beforehand.
 
-    With ``given_mass=None`` it is balanced for the mass of ``x``, which is differentiated through in here. A given mass
-    gets a gradient of its own where it needs one. The mass enters the moving average of the call, if there is one.
+    With ``given_mass=None`` the weight is balanced for the mass of ``x``, and the gradient of ``x`` includes the part
+    that comes through its mass. A given mass gets a gradient of its own if it needs one. If the call has a moving
+    average, the mass is added to it.
     """
     return apply_function(_ClosedForm, x, weight, bias, gain, given_mass, call)
 
@@ -72,8 +73,8 @@ class _ClosedForm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         with without_autocast(autocast_device(dy)):
             if torch.is_grad_enabled() or is_batched_gradient(dy):
-                # create_graph=True: somebody is going to differentiate this gradient; or is_grads_batched=True, which
-                # the closed form's work in place does not allow.
+                # create_graph=True: this gradient will itself be differentiated. Or is_grads_batched=True, which rules
+                # out the closed form's in-place work.
                 return _plain_backward(ctx, dy)
             return _closed_form_backward(ctx, dy)
 
@@ -113,7 +114,7 @@ def _plain_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     geometry, one_pass = plan.geometry, plan.options.one_pass
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views of the inputs: a given mass may itself come from x, and that way is not ours to follow.
+        # Views, because a given mass may itself be computed from x, and that path belongs to autograd.
         views: list[Any] = [None if t is None else t.view_as(t) for t in ctx.saved_tensors[:4]]
         x, weight, gain, given_mass = views
         mass = batch_mass(x, samples, geometry, plan.kind) if given_mass is None else given_mass

@@ -65,10 +65,10 @@ def add_mass_gradient(dx: Tensor, dmass: Tensor, samples: int, geometry: Geometr
 def update_running_mass(
     running_mass: Tensor, num_batches_tracked: Tensor | None, mass: Tensor, momentum: float | None
 ) -> None:
-    r"""Take the mass of a batch into its moving average, in place and with no synchronisation with the host.
+    r"""Add the mass of a batch to its moving average, in place and without waiting for the device.
 
     ``running_mass`` becomes ``(1 - a) * running_mass + a * mass`` with ``a = max(momentum, 1 / n)``, n counting this
-    batch: the first batch is copied, the next ones are averaged, until the average becomes the moving one.
+    batch: the first batch is copied and the next ones are averaged, until the plain average becomes a moving one.
     ``momentum=None`` is the plain average. Without a counter, a is the momentum. A mass that is not finite, or would
     not be in the dtype of ``running_mass``, changes nothing.
     """

@@ -1,8 +1,8 @@
-"""The rows of the closed form by ``kernels.c``: few calls, few passes. For every tensor in a CPU's memory.
+"""The closed form's work on weight rows in C (``kernels.c``): few calls and few passes over memory, for CPU tensors.
 
-The file is compiled when balnorm is installed, where there is a C compiler, and loaded with ctypes: it knows nothing of
-torch but the address of its thread pool. Without it, or with ``BALNORM_NATIVE=0`` in the environment, torch's own
-operations do the work. Both give the same results up to rounding.
+Installing balnorm compiles the file if there is a C compiler. It is loaded with ctypes and knows nothing of torch
+except the address of its thread pool. Without it, or with ``BALNORM_NATIVE=0`` in the environment, torch operations do
+the work. Both give the same results up to rounding.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether these tensors are memory that C can read: not on a GPU, and no subclass that only looks like a tensor."""
+    """Whether C can read these tensors: they are on the CPU, and not of a subclass that only looks like a tensor."""
     return _library is not None and x.is_cpu and weight.is_cpu and type(x) in _PLAIN and type(weight) in _PLAIN
 
 
 def status() -> str:
-    """Which backend computes on this CPU, and why."""
+    """Which backend this CPU uses, and why."""
     return _status
 
 
@@ -94,7 +94,7 @@ def backward(
     gain, output_scale = _as(gain, dtype), _as(call.output_scale, dtype)
     dgain, dmass, samples = torch.empty(values.shape[0], dtype=dtype), None, _NOWHERE
     if dx is not None and call.samples > 0 and dx.dtype == dtype and (layout := _layout(dx, call)) is not None:
-        samples = _SAMPLES.pack(dx.data_ptr(), 0) + layout  # C adds the gradient of the mass, and nobody else needs it
+        samples = _SAMPLES.pack(dx.data_ptr(), 0) + layout  # C adds the mass's gradient to dx; nothing else needs it
     else:
         dmass = torch.empty(shape.mass, dtype=dtype)
     rows = shape.pack(values, gain, output_scale, saved[0], 0)

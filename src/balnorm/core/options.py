@@ -1,4 +1,4 @@
-"""The options of a balanced layer: spelt once, checked once."""
+"""The options of a balanced layer, defined and checked in one place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MASSES: tuple[MassKind, ...] = ("channel", "position")
 
 @dataclass(frozen=True)
 class Options:
-    """How a weight is balanced. A wrong value raises a ValueError that says what is allowed."""
+    """How a weight is balanced. An invalid value raises a ValueError that says what is allowed."""
 
     mass: MassKind = "channel"
     """Sum each input channel as a whole (``"channel"``, the paper), or count for each tap of the kernel exactly the
@@ -40,7 +40,7 @@ class Options:
 
     @classmethod
     def of(cls, owner: str, keywords: dict[str, Any]) -> Self:
-        """These keyword arguments of ``owner``, as options. One that does not exist raises a TypeError."""
+        """Options from the keyword arguments of ``owner``. An unknown one raises a TypeError that names ``owner``."""
         for name in keywords:
             if name not in cls.__dataclass_fields__:
                 why = _NOT_OURS.get(name, f"; its options are {', '.join(cls.__dataclass_fields__)}")
@@ -61,7 +61,7 @@ class Options:
 
 @dataclass(frozen=True)
 class LayerOptions(Options):
-    """What a layer needs to know besides: about its own state."""
+    """The options of a layer: those of the balance, and those of its own state."""
 
     output_scale: float | Literal["unit_variance"] = "unit_variance"
     """A constant factor of the output: ``"unit_variance"`` gives outputs of variance 1 behind rectified Gaussian

@@ -1,4 +1,4 @@
-"""What a layer settles once, and what the closed form and its two backends tell each other."""
+"""What a layer decides once, and the types that the closed form and its two backends exchange."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Call", "Gradients", "Plan", "Running"]
 
 
 class Plan:
-    """How a layer computes, apart from its tensors: made once, not at every call."""
+    """How a layer computes, apart from its tensors. A layer makes it once, not at every call."""
 
     __slots__ = ("geometry", "kind", "options", "own_mass", "shapes")
 
@@ -25,7 +25,7 @@ class Plan:
         self.own_mass = not (options.signed_input or options.sync_stats or geometry.pads_beforehand)
         """Whether the closed form can take the mass itself, and hand its gradient on."""
         self.shapes: dict[Any, Any] = {}
-        """What the native backend has worked out for shapes that it has met."""
+        """The native backend's cache: what it worked out for each shape it has seen."""
 
     def padded(self) -> Plan:
         """The plan that is left once the input has been padded, and its mass has been taken."""
@@ -33,7 +33,7 @@ class Plan:
 
 
 class Running(NamedTuple):
-    """The moving average that the mass of a batch enters, in place."""
+    """The moving average of the mass, updated in place."""
 
     mass: Tensor
     batches: Tensor | None
@@ -50,4 +50,4 @@ class Call(NamedTuple):
 
 
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
-"""Of the weight, as kernels; of the gain, (D,); of the mass, (1, C, ...), if it did not go on to the input."""
+"""Gradients of the weight, as kernels; of the gain, (D,); and of the mass, (1, C, ...), unless already added to dx."""

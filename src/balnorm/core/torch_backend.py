@@ -1,4 +1,4 @@
-"""The rows of the closed form in torch's own operations: for GPUs, and wherever the native kernels are not."""
+"""The closed form's work on weight rows in torch operations: for GPUs, and for CPUs without the native kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Rows(NamedTuple):
 def forward(
     x: Tensor, matrix: WeightMatrix, gain: Tensor | None, given_mass: Tensor | None, call: Call
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The effective weight as kernels, and what :func:`effective` and :func:`backward` need besides."""
+    """The effective weight as kernels, and the tensors to save for :func:`effective` and :func:`backward`."""
     plan, samples, _, running = call
     mass = batch_mass(x, samples, plan.geometry, plan.kind) if given_mass is None else given_mass
     if running is not None:
@@ -49,7 +49,7 @@ def forward(
 
 
 def effective(matrix: WeightMatrix, gain: Tensor | None, call: Call, saved: Sequence[Tensor]) -> Tensor:
-    """The effective weight once more."""
+    """Recompute the effective weight."""
     rows = _Rows(*saved)
     v = rows.v(matrix.rows(matrix.values))
     return matrix.kernels(v.mul_(rows.inverse_total * _gain_column(gain, call.output_scale, rows.mean)))
@@ -58,7 +58,7 @@ def effective(matrix: WeightMatrix, gain: Tensor | None, call: Call, saved: Sequ
 def backward(
     g: Tensor, dx: Tensor | None, matrix: WeightMatrix, gain: Tensor | None, call: Call, saved: Sequence[Tensor]
 ) -> Gradients:
-    """The gradients of weight, gain and mass from G as kernels, which it overwrites; ``dx`` gets that of the mass."""
+    """The gradients of weight, gain and mass, from G as kernels, which it overwrites. ``dx`` gets the mass's share."""
     plan, output_scale = call.plan, call.output_scale
     rows, w, g = _Rows(*saved), matrix.rows(matrix.values), matrix.rows(g)
     gains = _gain_column(gain, output_scale, rows.mean)
