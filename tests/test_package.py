@@ -157,6 +157,18 @@ def test_the_conversion_example_runs(tmp_path):
     assert (tmp_path / "digits.onnx").exists()
 
 
+def test_the_tutorial_runs(tmp_path):
+    """The script is the page of the same name on the site."""
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "training_loop.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    accuracies = re.findall(r"^(\w+): test accuracy ([\d.]+)%$", done.stdout, re.MULTILINE)
+    assert [name for name, _ in accuracies] == ["with_batchnorm", "with_balnorm", "averaged"]
+    assert all(float(accuracy) > 85 for _, accuracy in accuracies)
+    assert float(re.search(r"folded: Conv2d, largest difference (\S+)", done.stdout)[1]) < 1e-4
+
+
 @pytest.mark.parametrize(
     "document",
     [
