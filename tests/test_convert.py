@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -688,6 +689,7 @@ def test_optional_arguments_are_at_their_defaults():
     assert convert(Optional(), example_input=(torch.rand(2, 3, 8, 8), torch.rand(2, 3, 8, 8)))[1].removed
 
 
+@pytest.mark.skipif("bias" not in inspect.signature(nn.BatchNorm2d).parameters, reason="BatchNorm2d(bias=) is newer")
 def test_a_norm_with_a_scale_and_no_shift():
     layer = convert(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4, bias=False)))[0][0]
     assert layer.bias is None

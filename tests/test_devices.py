@@ -299,9 +299,6 @@ class Context:
     def save_for_backward(self, *tensors):
         self.saved_tensors = tensors
 
-    def mark_non_differentiable(self, *_):
-        pass
-
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -310,22 +307,20 @@ def test_the_closed_form_on_cuda(name, dtype, monkeypatch):
     """Forward and backward pass called by hand: torch's autograd would need a driver."""
     calls = []
 
-    def apply(cls, *inputs):
+    def apply(function, *inputs):
         context = Context(inputs)
-        outputs = cls.forward(context, *inputs)
-        calls.append((cls, context, inputs, outputs if isinstance(outputs, tuple) else (outputs,)))
-        return outputs
+        output = function.forward(context, *inputs)
+        calls.append((function, context, inputs, output))
+        return output
 
-    monkeypatch.setattr(torch.autograd.Function, "apply", classmethod(apply))
+    monkeypatch.setattr("balnorm.core.closed_form.apply_function", apply)
     for mass, one_pass in MASS_AND_PASS:
         layer = CASES[name].build(device="meta", mass=mass, one_pass=one_pass, dtype=dtype)
         with gpu("cuda", layer):
             layer(empty(*CASES[name].input_shape, device="cuda", dtype=dtype))
-            function, context, inputs, outputs = calls.pop()
-            assert not calls
-            gradients = function.backward(
-                context, *(None if each is None else torch.empty_like(each) for each in outputs)
-            )
+            ((function, context, inputs, output),) = calls
+            calls.clear()
+            gradients = function.backward(context, torch.empty_like(output))
             of_parameters = 0
             for given, gradient in zip(inputs, gradients, strict=True):
                 if gradient is not None:
@@ -344,9 +339,20 @@ def test_the_update_of_the_running_mass(device, momentum, counted):
             BF.update_running_mass(running, count, mass.to(dtype), momentum)
 
 
+def weight_norm_has_a_meta_gradient():
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2, device="meta"))
+    try:
+        layer(torch.empty(1, 2, device="meta")).sum().backward()
+    except NotImplementedError:
+        return False
+    return True
+
+
 @both
 @pytest.mark.parametrize("norm", NORMS)
 def test_norms(device, norm):
+    if "weightnorm" in norm and not weight_norm_has_a_meta_gradient():
+        pytest.skip("this torch cannot differentiate its own weight normalisation on the meta device")
     conv, beside = NORMS[norm].conv, NORMS[norm].norm
     for dtype in (torch.float32, torch.float16):
         model = on_meta(lambda: nn.Sequential(conv(3, 8, 3), beside(8), nn.ReLU(), conv(8, 8, 1, stride=2), beside(8)))

@@ -1,5 +1,6 @@
 """Deployment: a converted network, folded or not, leaves torch in every way that torch offers."""
 
+import inspect
 import io
 import warnings
 
@@ -38,6 +39,12 @@ def residual_network(**options):
     return convert(nn.Sequential(*layers), **options)[0]
 
 
+needs_dynamic_shapes = pytest.mark.skipif(
+    "dynamic_shapes" not in inspect.signature(torch.onnx.export).parameters,
+    reason="this torch.onnx.export has no dynamic_shapes",
+)
+
+
 def run_onnx(model, x, *, others):
     """The outputs of an exported model for inputs of several batch sizes."""
     buffer = io.BytesIO()
@@ -51,6 +58,7 @@ def run_onnx(model, x, *, others):
     return [torch.from_numpy(session.run(None, {"x": example.numpy()})[0]) for example in [x, *others]]
 
 
+@needs_dynamic_shapes
 @pytest.mark.parametrize("folded", [True, False])
 @pytest.mark.parametrize(("mass", "one_pass"), [("channel", True), ("position", False)])
 @pytest.mark.parametrize("build", [small_network, residual_network])
@@ -77,6 +85,7 @@ def test_torch_export_and_tracing_compute_the_same(folded):
         assert torch.allclose(script(example), model(example), atol=1e-5)
 
 
+@needs_dynamic_shapes
 def test_a_folded_network_in_eight_bits_keeps_its_accuracy(digits, tmp_path):
     quantization = pytest.importorskip("onnxruntime.quantization")
     images, labels = digits

@@ -15,8 +15,6 @@ __all__ = ["Call", "Gradients", "Plan", "Running"]
 class Plan:
     """How a layer computes, apart from its tensors. A layer makes it once, not at every call."""
 
-    __slots__ = ("geometry", "kind", "options", "own_mass", "shapes")
-
     def __init__(self, geometry: Geometry, options: Options) -> None:
         self.geometry = geometry
         self.options = options
