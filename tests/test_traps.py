@@ -216,3 +216,78 @@ def test_scales_survive_a_state_dict():
     other = activated(nn.Softplus)
     other.load_state_dict(model.state_dict())
     assert torch.equal(other[2].output_scale, model[2].output_scale)
+
+
+# Checkpoints of other networks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["batchnorm", "folded"])
+def test_a_checkpoint_of_plain_layers_names_the_way_that_works(state):
+    plain = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4))
+    model, _ = convert(copy.deepcopy(plain))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BalNormWarning)  # no statistics yet
+        saved = (plain if state == "batchnorm" else fold(model)).state_dict()
+    way = r"^0 is given the weight of a layer that is not balanced.*balnorm.convert\(model, calibrate=batch\)"
+    with pytest.warns(BalNormWarning, match=way) as caught, pytest.raises(RuntimeError, match=r"0\.gain"):
+        model.load_state_dict(saved)
+    assert len(caught) == 1  # for all layers together
+    model, _ = convert(copy.deepcopy(plain))
+    with pytest.warns(BalNormWarning, match=way):
+        assert model.load_state_dict(saved, strict=False).missing_keys  # who says so gets what fits
+
+
+def test_a_damaged_checkpoint_of_balanced_layers_is_not_taken_for_another_networks():
+    model = nn.Sequential(BalNormConv2d(3, 4, 3))
+    saved = model.state_dict()
+    del saved["0.running_mass"]
+    with pytest.raises(RuntimeError, match="running_mass"):
+        model.load_state_dict(saved)  # and a warning would be an error
+
+
+# Quantisation of a model that was not folded ------------------------------------------------------------------------
+
+quantised = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:Please use quant_min")
+
+
+def quantisable():
+    model = nn.Sequential(BalNormConv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), BalNormLinear(288, 5))
+    for _ in range(4):
+        model(torch.rand(16, 3, 8, 8))
+    return model.eval()
+
+
+@quantised
+def test_quantisation_of_prepared_modules_warns():
+    quantization = pytest.importorskip("torch.ao.quantization")
+    model = quantisable()
+    model.qconfig = quantization.get_default_qconfig("x86")
+    with pytest.warns(BalNormWarning, match=r"quantised.*balnorm.fold\(model\)") as caught:
+        quantization.prepare(model)
+    assert sum("fold" in str(each.message) for each in caught) == 2
+    folded = fold(quantisable())
+    folded.qconfig = quantization.get_default_qconfig("x86")
+    quantization.prepare(folded)  # and a warning would be an error
+
+
+@quantised
+def test_dynamic_quantisation_warns_about_linear_layers():
+    quantization = pytest.importorskip("torch.ao.quantization")
+    with pytest.warns(BalNormWarning, match=r"BalNormLinear\(.*balnorm.fold\(model\)") as caught:
+        quantization.quantize_dynamic(quantisable(), {nn.Linear})
+    assert sum("fold" in str(each.message) for each in caught) == 1  # convolutions stay in floating point for everybody
+
+
+@quantised
+def test_quantisation_of_graphs_says_what_to_do():
+    fx = pytest.importorskip("torch.ao.quantization.quantize_fx")
+    mapping = pytest.importorskip("torch.ao.quantization").get_default_qconfig_mapping("x86")
+    with pytest.raises(TypeError, match=r"trace through a BalNormConv2d: fold the model first"):
+        fx.prepare_fx(quantisable(), mapping, (torch.rand(2, 3, 8, 8),))
+
+
+def test_a_weight_that_torchao_quantised_is_refused():
+    kind = type("Int8Tensor", (torch.Tensor,), {"__module__": "torchao.quantization"})
+    layer = BalNormLinear(4, 3)
+    with pytest.raises(TypeError, match=r"quantised weight cannot be balanced: fold .* \(BalNormLinear\)"):
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(kind))

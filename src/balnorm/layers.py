@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from balnorm.core import conv
 from balnorm.core.balance import balance
@@ -110,7 +111,12 @@ class BalNormLayer(nn.Module):
         self.reset_parameters()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and type(value).__module__.partition(".")[0] == "torchao":
+            raise TypeError(f"a quantised weight cannot be balanced: {_FOLD} ({type(self).__name__})")
         super().__setattr__(name, value)
+        if name == "qconfig" and (value is not None or isinstance(self, nn.Linear)):
+            # torch.ao.quantization sets it on every layer; quantize_dynamic, which is for linear layers, sets None
+            warn(self, _QUANTISED)
         if "_plan" in vars(self) and (name == "options" or name in self._arguments):
             # as in layer.momentum = 0.01, or conv.padding_mode = "circular", long after construction
             self._plan = Plan(layer_geometry(self), self.options)
@@ -162,8 +168,11 @@ class BalNormLayer(nn.Module):
         return balance(self.weight, mass, gain, self.options.one_pass, self.groups, transposed=self.transposed)
 
     def _forward(self, input: Tensor, plan: Plan) -> Tensor:
-        if not torch.compiler.is_compiling() and self._early_batches:  # in this order: it must not become a guard
-            self._look_at(input)
+        if not torch.compiler.is_compiling():
+            if type(input) is Proxy:
+                raise TypeError(f"torch.fx cannot trace through a {type(self).__name__}: {_FOLD}, or make it a leaf")
+            if self._early_batches:  # inside the other if: it must not become a guard
+                self._look_at(input)
         buffers = self._buffers  # at a fraction of what the attributes cost
         return conv.balanced_conv(
             input,
@@ -245,12 +254,26 @@ class BalNormLayer(nn.Module):
     def _shared_arguments(cls, layer: nn.Module) -> dict[str, Any]:
         return {name: getattr(layer, name) for name in cls._arguments}
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         gain, scale = prefix + "gain", prefix + "output_scale"
         if metadata.get("version", 1) < 2 and gain in state_dict and scale not in state_dict:
             state_dict[gain] = state_dict[gain] / self.output_scale.to(state_dict[gain])
             state_dict[scale] = self.output_scale.clone()
-        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        first = [key for key in missing_keys if key.endswith("gain")] == [gain]
+        if (
+            first and prefix + "weight" in state_dict
+        ):  # a warning: an error would forbid strict=False, which we cannot see
+            warn(self, _OF_PLAIN_LAYERS, prefix.rstrip("."))
 
     def extra_repr(self) -> str:
         values = [(field.name, getattr(self.options, field.name), field.default) for field in _FIELDS]
@@ -605,6 +628,16 @@ _CANCELS = (
 _NO_STATISTICS = (
     "{} has no statistics yet: its running mass is all ones, and its output is not what it was trained for. Train it, "
     "or estimate them with balnorm.update_stats(loader, model)"
+)
+_FOLD = "fold the model first, with balnorm.fold(model)"
+_QUANTISED = (
+    "{} is about to be quantised, and torch's quantisation does not know balanced layers: it leaves this one in "
+    "floating point, or the model fails when it runs. To quantise it, " + _FOLD
+)
+_OF_PLAIN_LAYERS = (
+    "{} is given the weight of a layer that is not balanced, as of a network with BatchNorm, whose scales and "
+    "statistics fit nowhere here. Load the state dict into the network that it is of, and convert that: "
+    "balnorm.convert(model, calibrate=batch)"
 )
 
 
