@@ -10,7 +10,17 @@ from torch.utils.checkpoint import checkpoint
 
 from balnorm import BalNormConv2d
 from balnorm.models import create_model
-from balnorm.norms import NORMS, BatchRenorm2d, MeanOnlyBatchNorm2d, QuarterBatchNorm2d, get_norm, set_progress
+from balnorm.norms import (
+    NORMS,
+    BatchRenorm2d,
+    DynamicTanh2d,
+    FilterResponseNorm2d,
+    MeanOnlyBatchNorm2d,
+    QuarterBatchNorm2d,
+    ThresholdedLinear,
+    get_norm,
+    set_progress,
+)
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -39,16 +49,18 @@ def test_every_norm_trains_and_evaluates(name):
 @pytest.mark.parametrize("name", NORMS)
 def test_weights_start_normal_by_fan_out(name):
     conv = NORMS[name].conv(64, 128, 3, stride=2, padding=1, groups=2)
-    weight = conv.parametrizations.weight.original if name == "weightstandardization" else conv.weight
+    standardised = name.startswith("weightstandardization")
+    weight = conv.parametrizations.weight.original if standardised else conv.weight
     assert weight.shape == (128, 32, 3, 3)
-    if name != "weightstandardization":
+    if not standardised:
         expected = (2 / (128 * 9)) ** 0.5 * (2**0.5 if isinstance(conv, BalNormConv2d) else 1.0)  # ours counts groups
         assert weight.std().item() == pytest.approx(expected, rel=0.02)
 
 
 def test_a_bias_stands_where_no_norm_would_take_it_away():
     with_bias = {name for name, norm in NORMS.items() if norm.conv(4, 4, 3).bias is not None}
-    assert with_bias == {name for name in NORMS if name.startswith("balnorm")} | {"weightnorm", "lrn", "none"}
+    others = {"weightnorm", "lrn", "weightstandardization-scaled", "dynamictanh", "none"}
+    assert with_bias == {name for name in NORMS if name.startswith("balnorm")} | others
 
 
 def test_only_balnorm_is_fed_unit_pixels():
@@ -128,6 +140,84 @@ def test_standardised_weights():
     weight = NORMS["weightstandardization"].conv(3, 8, 3).weight.flatten(1)
     assert torch.allclose(weight.mean(1), torch.zeros(8), atol=1e-5)
     assert torch.allclose(weight.std(1), torch.ones(8), rtol=1e-3)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_scaled_standardised_weights_are_the_papers(groups):
+    """Equation 4 of Brock, De and Smith 2021, with the gain of section 4.1 and gamma of a ReLU."""
+    conv = NORMS["weightstandardization-scaled"].conv(4, 6, 3, groups=groups).double()
+    w = conv.parametrizations.weight.original
+    nn.init.normal_(conv.parametrizations.weight[0].gain)
+    for channel in range(6):
+        row = w[channel].flatten()
+        mean = row.sum() / row.numel()
+        std = ((row - mean).square().sum() / row.numel()).sqrt()
+        expected = (2 / (1 - 1 / torch.pi)) ** 0.5 * (row - mean) / (std * row.numel() ** 0.5)
+        expected = expected * conv.parametrizations.weight[0].gain[channel]
+        assert torch.allclose(conv.weight[channel].flatten(), expected)
+    assert NORMS["weightstandardization-scaled"].conv(1, 2, 1).weight.isfinite().all()  # one weight, and no deviation
+
+
+def test_scaled_standardised_weights_keep_the_variance():
+    """Behind a ReLU of unit Gaussians, at the start: that is what the paper's gamma is for."""
+    torch.manual_seed(0)
+    conv = NORMS["weightstandardization-scaled"].conv(64, 64, 3)
+    y = conv(torch.randn(16, 64, 10, 10).relu())
+    assert y.var((0, 2, 3)).mean().item() == pytest.approx(1.0, rel=0.05)
+
+
+def test_filter_response_norm_is_the_papers():
+    """Equations 1 and 2 of Singh and Krishnan 2020, one channel of one image at a time, and gradients."""
+    norm = FilterResponseNorm2d(3).double()
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
+    y = norm(x)
+    for image in range(2):
+        for channel in range(3):
+            plane = x[image, channel]
+            nu2 = plane.square().sum() / 20
+            expected = norm.weight[channel] * plane / (nu2 + 1e-6).sqrt() + norm.bias[channel]
+            assert torch.allclose(y[image, channel], expected)
+    assert torch.autograd.gradcheck(norm, x)
+    assert norm(torch.zeros(1, 3, 2, 2, dtype=torch.float64)).isfinite().all()
+
+
+def test_the_thresholded_linear_unit_learns_its_threshold():
+    unit = ThresholdedLinear(2).double()
+    with torch.no_grad():
+        unit.threshold.copy_(torch.tensor([-0.5, 0.75]))
+    x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
+    y = unit(x)
+    assert torch.equal(y[:, 0], x[:, 0].clamp(min=-0.5))
+    assert torch.equal(y[:, 1], x[:, 1].clamp(min=0.75))
+    y.sum().backward()
+    assert unit.threshold.grad.tolist() == [(x[:, 0] < -0.5).sum(), (x[:, 1] < 0.75).sum()]
+
+
+@pytest.mark.parametrize("name", ["wide_resnet", "preact_resnet18", "preact_resnet50", "resnet18", "resnet50"])
+def test_networks_take_the_activation_of_their_norm(name):
+    """Filter response normalisation comes with its own; every ReLU of the network becomes one."""
+    model, plain = (create_model(name, norm, width=8) for norm in ("frn", "batchnorm"))
+    relus, units = (
+        sum(isinstance(module, kind) for module in each.modules())
+        for each, kind in ((plain, nn.ReLU), (model, ThresholdedLinear))
+    )
+    assert units == relus > 8
+    model(torch.rand(2, 3, 32, 32)).sum().backward()
+    assert all(module.threshold.grad is not None for module in model.modules() if isinstance(module, ThresholdedLinear))
+
+
+def test_dynamic_tanh_is_the_papers():
+    """Equation 1 of Zhu et al. 2025: one alpha for the layer, from 0.5, and scale and shift for each channel."""
+    norm = DynamicTanh2d(3).double()
+    assert norm.alpha.shape == ()
+    assert norm.alpha == 0.5
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64) * 3
+    expected = torch.stack([(0.5 * x[:, c]).tanh() * norm.weight[c] + norm.bias[c] for c in range(3)], 1)
+    assert torch.allclose(norm(x), expected)
 
 
 def test_mean_only_batch_norm_is_the_additive_half():

@@ -169,7 +169,7 @@ class BalNormLayer(nn.Module):
 
     def _forward(self, input: Tensor, plan: Plan) -> Tensor:
         if not torch.compiler.is_compiling():
-            if type(input) is Proxy:
+            if isinstance(input, Proxy):
                 raise TypeError(f"torch.fx cannot trace through a {type(self).__name__}: {_FOLD}, or make it a leaf")
             if self._early_batches:  # inside the other if: it must not become a guard
                 self._look_at(input)

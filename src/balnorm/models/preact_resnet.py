@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from balnorm.models._stages import make_stages
@@ -45,7 +44,7 @@ class PreActResNet(nn.Module):
 
 
 class Block(nn.Module):
-    """norm-relu-conv, twice. The projection starts from the activated input, the identity from the raw one."""
+    """norm-activation-conv, twice. The projection starts from the activated input, the identity from the raw one."""
 
     expansion: ClassVar = 1
 
@@ -53,16 +52,17 @@ class Block(nn.Module):
         super().__init__()
         self.bn1, self.conv1 = norm.norm(inputs), norm.conv(inputs, planes, 3, stride=stride, padding=1)
         self.bn2, self.conv2 = norm.norm(planes), norm.conv(planes, planes, 3, padding=1)
+        self.act1, self.act2 = norm.activation(inputs), norm.activation(planes)
         self.shortcut = _projection(norm, inputs, planes * self.expansion, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn1(x))
+        y = self.act1(self.bn1(x))
         shortcut = x if self.shortcut is None else self.shortcut(y)
-        return self.conv2(F.relu(self.bn2(self.conv1(y)))) + shortcut
+        return self.conv2(self.act2(self.bn2(self.conv1(y)))) + shortcut
 
 
 class Bottleneck(nn.Module):
-    """norm-relu-conv, three times: 1x1, 3x3 and 1x1 to four times the channels."""
+    """norm-activation-conv, three times: 1x1, 3x3 and 1x1 to four times the channels."""
 
     expansion: ClassVar = 4
 
@@ -71,13 +71,14 @@ class Bottleneck(nn.Module):
         self.bn1, self.conv1 = norm.norm(inputs), norm.conv(inputs, planes, 1)
         self.bn2, self.conv2 = norm.norm(planes), norm.conv(planes, planes, 3, stride=stride, padding=1)
         self.bn3, self.conv3 = norm.norm(planes), norm.conv(planes, planes * self.expansion, 1)
+        self.act1, self.act2, self.act3 = norm.activation(inputs), norm.activation(planes), norm.activation(planes)
         self.shortcut = _projection(norm, inputs, planes * self.expansion, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn1(x))
+        y = self.act1(self.bn1(x))
         shortcut = x if self.shortcut is None else self.shortcut(y)
-        y = F.relu(self.bn2(self.conv1(y)))
-        y = F.relu(self.bn3(self.conv2(y)))
+        y = self.act2(self.bn2(self.conv1(y)))
+        y = self.act3(self.bn3(self.conv2(y)))
         return self.conv3(y) + shortcut
 
 

@@ -15,7 +15,7 @@ __all__ = ["ResNet"]
 
 
 class ResNet(nn.Module):
-    """A 7x7 stem with pooling and four stages of conv-norm-relu blocks with 64, 128, 256 and 512 channels.
+    """A 7x7 stem with pooling and four stages of conv-norm-activation blocks with 64, 128, 256 and 512 channels.
 
     He, Zhang, Ren and Sun 2015, `Deep Residual Learning for Image Recognition <https://arxiv.org/abs/1512.03385>`_,
     with the stride of a bottleneck in its 3x3 convolution, as is usual today. Depth 50 has 25.6 million parameters.
@@ -37,17 +37,18 @@ class ResNet(nn.Module):
         super().__init__()
         block = BasicBlock if depth < 50 else Bottleneck
         self.conv1, self.bn1 = norm.conv(in_channels, width, 7, stride=2, padding=3), norm.norm(width)
+        self.act1 = norm.activation(width, inplace=True)
         (self.layer1, self.layer2, self.layer3, self.layer4), inputs = make_stages(norm, block, depth, width)
         self.fc = nn.Linear(inputs, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x)), inplace=True), 3, stride=2, padding=1)
+        x = F.max_pool2d(self.act1(self.bn1(self.conv1(x))), 3, stride=2, padding=1)
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
 
 
 class BasicBlock(nn.Module):
-    """conv-norm-relu and conv-norm, added to the shortcut."""
+    """conv-norm-activation and conv-norm, added to the shortcut."""
 
     expansion: ClassVar = 1
 
@@ -55,12 +56,13 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.conv1, self.bn1 = norm.conv(inputs, planes, 3, stride=stride, padding=1), norm.norm(planes)
         self.conv2, self.bn2 = norm.conv(planes, planes, 3, padding=1), norm.norm(planes)
+        self.act1, self.act2 = norm.activation(planes, inplace=True), norm.activation(planes, inplace=True)
         self.downsample = _projection(norm, inputs, planes * self.expansion, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
-        y = F.relu(self.bn1(self.conv1(x)), inplace=True)
-        return F.relu(self.bn2(self.conv2(y)) + shortcut, inplace=True)
+        y = self.act1(self.bn1(self.conv1(x)))
+        return self.act2(self.bn2(self.conv2(y)) + shortcut)
 
 
 class Bottleneck(nn.Module):
@@ -73,13 +75,15 @@ class Bottleneck(nn.Module):
         self.conv1, self.bn1 = norm.conv(inputs, planes, 1), norm.norm(planes)
         self.conv2, self.bn2 = norm.conv(planes, planes, 3, stride=stride, padding=1), norm.norm(planes)
         self.conv3, self.bn3 = norm.conv(planes, planes * self.expansion, 1), norm.norm(planes * self.expansion)
+        self.act1, self.act2 = norm.activation(planes, inplace=True), norm.activation(planes, inplace=True)
+        self.act3 = norm.activation(planes * self.expansion, inplace=True)
         self.downsample = _projection(norm, inputs, planes * self.expansion, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
-        y = F.relu(self.bn1(self.conv1(x)), inplace=True)
-        y = F.relu(self.bn2(self.conv2(y)), inplace=True)
-        return F.relu(self.bn3(self.conv3(y)) + shortcut, inplace=True)
+        y = self.act1(self.bn1(self.conv1(x)))
+        y = self.act2(self.bn2(self.conv2(y)))
+        return self.act3(self.bn3(self.conv3(y)) + shortcut)
 
 
 def _projection(norm: Normalization, inputs: int, outputs: int, stride: int) -> nn.Module | None:

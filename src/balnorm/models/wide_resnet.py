@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from balnorm.norms import Normalization
@@ -39,13 +38,12 @@ class WideResNet(nn.Module):
         self.stage1 = _stage(norm, width, width, blocks, stride=1)
         self.stage2 = _stage(norm, width, 2 * width, blocks, stride=2)
         self.stage3 = _stage(norm, 2 * width, 4 * width, blocks, stride=2)
-        self.norm = norm.norm(4 * width)
+        self.norm, self.activation = norm.norm(4 * width), norm.activation(4 * width)
         self.head = nn.Linear(4 * width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stage3(self.stage2(self.stage1(self.stem(x))))
-        x = F.relu(self.norm(x)).mean((2, 3))
-        return self.head(x)
+        return self.head(self.activation(self.norm(x)).mean((2, 3)))
 
 
 def _stage(norm: Normalization, inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential:
@@ -54,18 +52,18 @@ def _stage(norm: Normalization, inputs: int, outputs: int, blocks: int, stride: 
 
 
 class Block(nn.Module):
-    """norm-relu-conv, twice; where the shape changes, a 1x1 convolution of the activated input is the shortcut."""
+    """norm-activation-conv, twice; where the shape changes, a 1x1 convolution of the activated input is added."""
 
     def __init__(self, norm: Normalization, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.norm1 = norm.norm(inputs)
+        self.norm1, self.activation1 = norm.norm(inputs), norm.activation(inputs)
         self.conv1 = norm.conv(inputs, outputs, 3, stride=stride, padding=1)
-        self.norm2 = norm.norm(outputs)
+        self.norm2, self.activation2 = norm.norm(outputs), norm.activation(outputs)
         self.conv2 = norm.conv(outputs, outputs, 3, padding=1)
         same = stride == 1 and inputs == outputs
         self.shortcut = None if same else norm.conv(inputs, outputs, 1, stride=stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(x))
+        y = self.activation1(self.norm1(x))
         shortcut = x if self.shortcut is None else self.shortcut(y)
-        return self.conv2(F.relu(self.norm2(self.conv1(y)))) + shortcut
+        return self.conv2(self.activation2(self.norm2(self.conv1(y)))) + shortcut

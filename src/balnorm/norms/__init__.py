@@ -1,4 +1,4 @@
-"""Every normalisation that the paper names, as two factories: for convolutions, and for what stands beside them.
+"""Every normalisation that the paper names, and some that came later, as factories of layers.
 
 A method that normalises activations gives a plain convolution and a norm; one that normalises weights gives its own
 convolution and an identity. A network calls both in its natural order, conv-norm-relu or norm-relu-conv, and so is
@@ -24,18 +24,41 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import nn
 
-    from balnorm.norms._layers import BatchRenorm2d, MeanOnlyBatchNorm2d, QuarterBatchNorm2d, set_progress
+    from balnorm.norms._layers import (
+        BatchRenorm2d,
+        DynamicTanh2d,
+        FilterResponseNorm2d,
+        MeanOnlyBatchNorm2d,
+        QuarterBatchNorm2d,
+        ThresholdedLinear,
+        set_progress,
+    )
 
 __all__ = [
     "NORMS",
     "BatchRenorm2d",
+    "DynamicTanh2d",
+    "FilterResponseNorm2d",
     "MeanOnlyBatchNorm2d",
     "Normalization",
     "QuarterBatchNorm2d",
     "Style",
+    "ThresholdedLinear",
     "get_norm",
     "set_progress",
 ]
+
+
+def _make(name: str, /, *args: Any, **options: Any) -> Any:
+    return getattr(importlib.import_module("balnorm.norms._layers"), name)(*args, **options)
+
+
+def _layer(name: str, **options: Any) -> Callable[..., nn.Module]:
+    """A factory of ``_layers``. It imports torch when it is called: names and styles are there without."""
+    return functools.partial(_make, name, **options)
+
+
+_relu = _layer("relu")
 
 
 @dataclass(frozen=True)
@@ -60,6 +83,8 @@ class Normalization:
             channel, or ``"unit"`` ones, in [0, 1].
         sync: who can take statistics over several processes together: the layers themselves (``"layers"``), torch's
             conversion to SyncBatchNorm, on GPUs (``"torch"``), or nobody.
+        activation: makes what stands behind the norm, for a number of channels: a ReLU, unless the method has its own.
+            With ``inplace=True`` it may overwrite its input.
         follows_progress: whether its layers have to be told, with :func:`set_progress`, how far training is.
         balanced: whether its convolutions are BalNorm's.
     """
@@ -70,6 +95,7 @@ class Normalization:
     style: Style = Style("#AA4499")  # it is frozen
     pixels: Literal["standardized", "unit"] = "standardized"
     sync: Literal["layers", "torch"] | None = None
+    activation: Callable[..., nn.Module] = _relu
     follows_progress: bool = False
     balanced: bool = False
 
@@ -83,22 +109,13 @@ def get_norm(norm: str | Normalization) -> Normalization:
     return NORMS[norm]
 
 
-def _make(name: str, /, *args: Any, **options: Any) -> Any:
-    return getattr(importlib.import_module("balnorm.norms._layers"), name)(*args, **options)
-
-
-def _layer(name: str, **options: Any) -> Callable[..., nn.Module]:
-    """A factory of ``_layers``. It imports torch when it is called: names and styles are there without."""
-    return functools.partial(_make, name, **options)
-
-
 _BALNORM = "Defazio and Bottou 2018, Controlling Covariate Shift using Balanced Normalization of Weights"
 _plain, _biased, _identity = _layer("conv", bias=False), _layer("conv", bias=True), _layer("identity")
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart, with a few of Paul Tol's muted colours. What
 # belongs together has one colour and differs in its dashes, so that nothing depends on telling more colours apart.
-_BLUE, _SKY, _PINK, _WINE, _RED, _GREEN, _ORANGE, _GREY = (
-    *("#0072B2", "#56B4E9", "#CC79A7", "#A0305F", "#D55E00", "#009E73", "#E69F00", "#7A7A7A"),
+_BLUE, _SKY, _PINK, _WINE, _RED, _GREEN, _ORANGE, _GREY, _FOREST = (
+    *("#0072B2", "#56B4E9", "#CC79A7", "#A0305F", "#D55E00", "#009E73", "#E69F00", "#7A7A7A", "#117733"),
 )
 
 
@@ -173,6 +190,25 @@ NORMS: dict[str, Normalization] = {
         _layer("group_norm"),
         "Qiao, Wang, Liu, Shen and Yuille 2019, Micro-Batch Training with ...",
         Style(_ORANGE, "dotted"),
+    ),
+    "weightstandardization-scaled": Normalization(
+        _layer("scaled_weight_standardized"),
+        _identity,
+        "Brock, De and Smith 2021, Characterizing signal propagation to close the performance gap in ...",
+        Style(_FOREST),
+    ),
+    "frn": Normalization(
+        _plain,
+        _layer("FilterResponseNorm2d"),
+        "Singh and Krishnan 2020, Filter Response Normalization Layer",
+        Style(_FOREST, "dashed"),
+        activation=_layer("ThresholdedLinear"),
+    ),
+    "dynamictanh": Normalization(
+        _biased,
+        _layer("DynamicTanh2d"),
+        "Zhu, Chen, He, LeCun and Liu 2025, Transformers without Normalization",
+        Style(_FOREST, "dotted"),
     ),
     "none": Normalization(_biased, _identity, "no normalisation; weights as of He et al. 2015", Style(_GREY)),
 }

@@ -21,14 +21,19 @@ __all__ = [
     "BalNormConv2d",
     "BatchNorm2d",
     "BatchRenorm2d",
+    "DynamicTanh2d",
+    "FilterResponseNorm2d",
     "MeanOnlyBatchNorm2d",
     "QuarterBatchNorm2d",
+    "ThresholdedLinear",
     "conv",
     "group_norm",
     "identity",
     "instance_norm",
     "layer_norm",
     "local_response_norm",
+    "relu",
+    "scaled_weight_standardized",
     "set_progress",
     "weight_normalized",
     "weight_standardized",
@@ -78,9 +83,37 @@ def weight_standardized(*args: Any, **kwargs: Any) -> nn.Module:
     return layer
 
 
+class _ScaledStandardize(nn.Module):
+    """gain gamma (w - mean) / (std sqrt(fan_in)) in each output channel, with a learned gain that starts at 1.
+
+    gamma is the inverse deviation of a rectified unit Gaussian: outputs have variance 1 behind such inputs.
+    """
+
+    gamma = math.sqrt(2.0 / (1.0 - 1.0 / math.pi))
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(channels))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
+        length = (variance * weight[0].numel()).clamp(min=1e-4).sqrt()  # the epsilon of its authors' code
+        return (weight - mean) / length * (self.gamma * self.gain.view(-1, 1, 1, 1))
+
+
+def scaled_weight_standardized(*args: Any, **kwargs: Any) -> nn.Module:
+    made = conv(*args, bias=True, **kwargs)
+    parametrize.register_parametrization(made, "weight", _ScaledStandardize(made.out_channels))
+    return made
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Norms
 # --------------------------------------------------------------------------------------------------------------------
+
+
+def relu(_: int, inplace: bool = False) -> nn.Module:
+    return nn.ReLU(inplace)
 
 
 def identity(_: int) -> nn.Module:
@@ -269,3 +302,77 @@ class BatchRenorm2d(_RunningNorm):
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}"
+
+
+class FilterResponseNorm2d(nn.Module):
+    r"""Divide each channel of each image by its root mean square over space; no mean is subtracted.
+
+    .. math:: y = \gamma \frac{x}{\sqrt{\nu^2 + \epsilon}} + \beta, \qquad \nu^2 = \mathrm{mean}_{hw}\, x^2
+
+    Its activation is the :class:`ThresholdedLinear`. Singh and Krishnan 2020, `Filter Response Normalization Layer
+    <https://arxiv.org/abs/1911.09737>`_, without the epsilon that they learn for images of a single pixel.
+
+    Example:
+        >>> y = FilterResponseNorm2d(3)(torch.randn(2, 3, 8, 8) * 5)
+        >>> torch.allclose(y.square().mean((2, 3)), torch.ones(2, 3))
+        True
+    """
+
+    def __init__(self, num_features: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.num_features, self.eps = num_features, eps
+        self.weight = nn.Parameter(torch.ones(num_features))
+        self.bias = nn.Parameter(torch.zeros(num_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        scale = (x.square().mean((2, 3), keepdim=True) + self.eps).rsqrt() * self.weight.view(1, -1, 1, 1)
+        return (x * scale + self.bias.view(1, -1, 1, 1)).to(input.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, eps={self.eps}"
+
+
+class ThresholdedLinear(nn.Module):
+    """max(x, tau) with a threshold learned for each channel, from 0: the activation of filter response normalisation.
+
+    Example:
+        >>> ThresholdedLinear(1)(torch.tensor([-1.0, 2.0]).view(2, 1, 1, 1)).flatten().tolist()
+        [0.0, 2.0]
+    """
+
+    def __init__(self, num_features: int, inplace: bool = False) -> None:  # noqa: ARG002  # tau's gradient needs x
+        super().__init__()
+        self.num_features = num_features
+        self.threshold = nn.Parameter(torch.zeros(num_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.maximum(input, self.threshold.view(1, -1, 1, 1).to(input.dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}"
+
+
+class DynamicTanh2d(nn.Module):
+    """gamma tanh(alpha x) + beta: no statistics at all. alpha is one learned number, from 0.5.
+
+    Zhu, Chen, He, LeCun and Liu 2025, `Transformers without Normalization <https://arxiv.org/abs/2503.10622>`_.
+
+    Example:
+        >>> DynamicTanh2d(1)(torch.full((1, 1, 1, 1), 1e3)).item()
+        1.0
+    """
+
+    def __init__(self, num_features: int, alpha: float = 0.5) -> None:
+        super().__init__()
+        self.num_features = num_features
+        self.alpha = nn.Parameter(torch.tensor(alpha))
+        self.weight = nn.Parameter(torch.ones(num_features))
+        self.bias = nn.Parameter(torch.zeros(num_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = torch.tanh(self.alpha * input) * self.weight.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)
+        return y.to(input.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}"
