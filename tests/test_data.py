@@ -170,6 +170,16 @@ def test_svhn_reads_train_and_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "SVHN_TEST", (dataclasses.replace(files["test"], md5=md5(hostile)),))
     with pytest.raises(DataError, match=r"test_32x32.mat is damaged"):
         load("svhn", tmp_path, "test")
+    path = tmp_path / "svhn" / "test_32x32.mat"
+    for pixels, labels, message in (
+        (np.zeros((28, 28, 3, 9), np.uint8), 9, r"X is uint8 \(28, 28, 3, 9\), not uint8 \(32, 32, 3, N\)"),
+        (np.zeros((32, 32, 3, 9)), 9, r"X is float64 \(32, 32, 3, 9\), not uint8 \(32, 32, 3, N\)"),
+        (np.zeros((32, 32, 3, 9), np.uint8), 8, "9 images and 8 labels"),
+    ):
+        savemat(path, {"X": pixels, "y": np.ones((labels, 1), np.uint8)})
+        monkeypatch.setattr(sources, "SVHN_TEST", (dataclasses.replace(files["test"], md5=md5(path.read_bytes())),))
+        with pytest.raises(DataError, match=message):
+            load("svhn", tmp_path, "test")
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
@@ -494,6 +504,17 @@ def test_corrupt_images_are_named_and_skipped_only_if_asked(folder):
             list(FolderLoader(data, 4, training=True, size=16, workers=workers).epoch(0))
         assert "\n" not in str(raised.value)
     loader = FolderLoader(data, 4, training=True, size=16, workers=0, skip_corrupt=True)
+    assert sum(len(labels) for _, labels in loader.epoch(0)) == 23
+    assert list(loader.skipped) == [bad]
+
+
+def test_an_image_that_breaks_off_between_its_chunks_is_corrupt_too(folder):
+    """For which Pillow has a SyntaxError."""
+    bad = folder / "train" / "green" / "1.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 200, 3), np.uint8)).save(bad)
+    before, _, after = bad.read_bytes().rpartition(b"IDAT")
+    bad.write_bytes(before + b"\1\1\1\1" + after)
+    loader = FolderLoader(ImageFolder.scan(folder, "train"), 4, training=True, size=16, workers=0, skip_corrupt=True)
     assert sum(len(labels) for _, labels in loader.epoch(0)) == 23
     assert list(loader.skipped) == [bad]
 

@@ -146,6 +146,12 @@ def test_a_set_is_downloaded_and_checked(server, tmp_path, monkeypatch, capsys):
     assert check("mnist", tmp_path) == {"set/file.bin": "good"}
     (tmp_path / "set" / "file.bin").write_bytes(b"short")
     assert check("mnist", tmp_path) == {"set/file.bin": "damaged"}
+    (tmp_path / "set" / "file.bin").unlink()
+    said = []
+    download("mnist", tmp_path, lambda *progress: said.append(progress))
+    assert said[0] == ("set/file.bin", 0, len(CONTENTS))
+    assert said[-1] == ("set/file.bin", len(CONTENTS), len(CONTENTS))
+    assert capsys.readouterr().out == ""
     assert download("digits", tmp_path) == []
     with pytest.raises(ValueError, match="the data set must be one of"):
         download("imagenet", tmp_path)

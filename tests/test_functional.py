@@ -55,74 +55,54 @@ def tensors(kernel, groups, transposed, signed, inputs=4, outputs=8):
     return x, w, torch.randn(outputs, dtype=torch.float64), torch.rand(outputs, dtype=torch.float64) + 0.5
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
-@pytest.mark.parametrize("geometry", CONV_GEOMETRIES, ids=str)
-def test_convolution_is_the_reference(geometry, options):
-    kernel, stride, padding, dilation, groups, mode = geometry
-    x, w, bias, gain = tensors(kernel, groups, False, options["signed_input"])
-    counter = torch.zeros((), dtype=torch.long)
-    expected, expected_weight, expected_mass = reference.balanced_conv(
-        x,
-        w,
-        bias,
-        gain,
+@functools.cache  # the slow part, once for both backends
+def tensors_and_reference(geometry, transposed, mass, one_pass, fraction, signed):
+    """Input, weight, bias and gain; and output, effective weight and mass by the reference."""
+    torch.manual_seed(0)
+    kernel, stride, padding, dilation, groups, last = geometry
+    given = tensors(kernel, groups, transposed, signed)
+    return given, reference.balanced_conv(
+        *given,
         stride=stride,
         padding=[(p, p) for p in padding],
         dilation=dilation,
         groups=groups,
-        mode=mode,
-        mass=options["mass"],
-        one_pass=options["one_pass"],
-        fraction=options["stats_fraction"],
-        signed=options["signed_input"],
+        **({"transposed": True, "output_padding": last} if transposed else {"mode": last}),
+        mass=mass,
+        one_pass=one_pass,
+        fraction=fraction,
+        signed=signed,
     )
-    running = torch.ones_like(expected_mass)
-    y = BF.bal_conv(
-        x,
-        w,
-        bias,
-        gain,
-        stride,
-        padding,
-        dilation,
-        groups,
-        padding_mode=mode,
-        running_mass=running,
-        num_batches_tracked=counter,
-        **options,
-    )
-    torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.xdist_group("reference")
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("geometry", CONV_GEOMETRIES, ids=str)
+def test_convolution_is_the_reference(geometry, options):
+    _, stride, padding, dilation, groups, mode = geometry
+    (x, w, bias, gain), expected = tensors_and_reference(geometry, False, *options.values())
+    expected_output, expected_weight, expected_mass = expected
+    running, counter = torch.ones_like(expected_mass), torch.zeros((), dtype=torch.long)
+    statistics = {**options, "running_mass": running, "num_batches_tracked": counter}
+    y = BF.bal_conv(x, w, bias, gain, stride, padding, dilation, groups, padding_mode=mode, **statistics)
+    torch.testing.assert_close(y, expected_output)
     torch.testing.assert_close(running, expected_mass)
     assert counter == 1
     weight = BF.balance(w, running, gain, options["one_pass"], groups)
     torch.testing.assert_close(weight, expected_weight)
 
 
+@pytest.mark.xdist_group("reference")
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("geometry", TRANSPOSED_GEOMETRIES, ids=str)
 def test_transposed_convolution_is_the_reference(geometry, options):
-    kernel, stride, padding, dilation, groups, output_padding = geometry
-    x, w, bias, gain = tensors(kernel, groups, True, options["signed_input"])
-    expected, expected_weight, expected_mass = reference.balanced_conv(
-        x,
-        w,
-        bias,
-        gain,
-        stride=stride,
-        padding=[(p, p) for p in padding],
-        dilation=dilation,
-        groups=groups,
-        transposed=True,
-        output_padding=output_padding,
-        mass=options["mass"],
-        one_pass=options["one_pass"],
-        fraction=options["stats_fraction"],
-        signed=options["signed_input"],
-    )
+    _, stride, padding, dilation, groups, output_padding = geometry
+    (x, w, bias, gain), expected = tensors_and_reference(geometry, True, *options.values())
+    expected_output, expected_weight, expected_mass = expected
     running, counter = torch.ones_like(expected_mass), torch.zeros((), dtype=torch.long)
     statistics = {**options, "running_mass": running, "num_batches_tracked": counter}
     y = BF.bal_conv_transpose(x, w, bias, gain, stride, padding, output_padding, groups, dilation, **statistics)
-    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(y, expected_output)
     torch.testing.assert_close(running, expected_mass)
     weight = BF.balance(w, expected_mass, gain, options["one_pass"], groups, transposed=True)
     torch.testing.assert_close(weight, expected_weight)

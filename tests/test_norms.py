@@ -119,6 +119,13 @@ def test_groups_divide_the_channels(channels, groups):
     assert NORMS["groupnorm"].norm(channels).num_groups == groups
 
 
+@pytest.mark.parametrize(("name", "axes"), [("layernorm", (1, 2, 3)), ("instancenorm", (2, 3))])
+def test_what_is_normalised_together(name, axes):
+    x = torch.randn(3, 8, 5, 5) + torch.arange(8.0).view(8, 1, 1)  # channels that differ
+    std, mean = torch.std_mean(x, axes, correction=0, keepdim=True)
+    torch.testing.assert_close(NORMS[name].norm(8)(x), (x - mean) / std, rtol=1e-4, atol=1e-4)
+
+
 def test_local_response_is_alexnets():
     """b = a / (2 + 1e-4 sum of a^2 over the five channels around) ^ 0.75, as in section 3.3 of their paper."""
     a = torch.rand(2, 9, 3, 3) * 100

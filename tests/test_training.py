@@ -103,9 +103,19 @@ def test_the_papers_numbers():
     recipe = get_recipe("cifar10-wrn")
     assert (recipe.lr, recipe.momentum, recipe.weight_decay, recipe.batch_size) == (0.1, 0.9, 1e-4, 128)
     assert (recipe.epochs, recipe.drops, recipe.depth, recipe.width) == (300, (150, 225), 20, 96)
-    assert get_recipe("cifar10-wrn-quarter").norm == "balnorm-quarter"
-    assert get_recipe("cifar100-preact152").alpha == 6.0
-    assert get_recipe("svhn-wrn").drops == (80, 120)
+    assert (recipe.data, recipe.model, recipe.padding, recipe.mixup) == ("cifar10", "wide_resnet", 4, "none")
+    assert get_recipe("cifar10-wrn-quarter") == replace(recipe, name="cifar10-wrn-quarter", norm="balnorm-quarter")
+    mixed = get_recipe("cifar10-wrn-mixup")
+    assert mixed == replace(recipe, name="cifar10-wrn-mixup", mixup="manifold", alpha=6.0)
+    preact = get_recipe("cifar10-preact152")
+    assert preact == replace(mixed, name=preact.name, model="preact_resnet152", depth=None, width=64)
+    assert get_recipe("cifar100-preact152") == replace(preact, name="cifar100-preact152", data="cifar100")
+    assert get_recipe("svhn-wrn") == replace(mixed, name="svhn-wrn", data="svhn", epochs=160, drops=(80, 120))
+    short = get_recipe("cifar10-short")
+    assert short == replace(mixed, name="cifar10-short", epochs=30, schedule="onecycle", drops=())
+    large = get_recipe("imagenet-resnet50")
+    assert (large.lr, large.momentum, large.weight_decay, large.batch_size) == (0.1, 0.9, 1e-4, 256)
+    assert (large.model, large.epochs, large.drops, large.image_size) == ("resnet50", 90, (30, 60), 224)
 
 
 def test_one_cycle_is_the_papers():
