@@ -191,7 +191,7 @@ class QuarterBatchNorm2d(nn.BatchNorm2d):
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
-    momentum: float
+    momentum: float | None
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or not input.numel():
@@ -202,8 +202,9 @@ class QuarterBatchNorm2d(nn.BatchNorm2d):
             with torch.no_grad():
                 count = some[:, 0].numel()
                 self.num_batches_tracked.add_(1)
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-                self.running_var.lerp_((variance * (count / max(1, count - 1))).to(self.running_var), self.momentum)
+                rate = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+                self.running_var.lerp_((variance * (count / max(1, count - 1))).to(self.running_var), rate)
         scale, mean, bias = (
             each.view(1, -1, 1, 1) for each in (self.weight * (variance + self.eps).rsqrt(), mean, self.bias)
         )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from balnorm.data import Blend, ImageSpec, Mixup, soft_cross_entropy
 from balnorm.data.augment import generator
@@ -24,7 +24,7 @@ from balnorm.errors import Stopped
 from balnorm.layers import BalNormLayer
 from balnorm.models import create_model
 from balnorm.norms import get_norm, set_progress
-from balnorm.surgery import param_groups, scale_to_data
+from balnorm.surgery import param_groups, scale_to_data, update_stats
 from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, set_aside
 from balnorm.training.config import Recipe
 from balnorm.training.images import make_loaders
@@ -36,6 +36,7 @@ from balnorm.training.schedules import Rates, rates
 __all__ = ["measure", "train"]
 
 _LOOK_UP = 10  # steps after which to see whether the loss is finite, somebody wants to stop, or it is time to save
+_RENEWAL = 20  # batches that give averaged weights their statistics
 _MIXUP = 3  # the key of mixup's random numbers, beside those of order and augmentation
 
 
@@ -277,7 +278,10 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Loss and accuracy on the test set, each image counted once, whatever the number of processes."""
-        model = self.model if self.averaged is None else self.averaged
+        model = self.model
+        if self.averaged is not None:
+            model = self.averaged
+            renew_statistics(model, [images for images, _ in itertools.islice(self.train_loader.epoch(), _RENEWAL)])
         self.team.share_buffers(model)
         model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.team.device)
@@ -463,6 +467,15 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=recipe.lr)
     return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum)
+
+
+def renew_statistics(model: nn.Module, batches: list[Tensor]) -> None:
+    """Estimate the statistics of averaged weights anew: an average of the statistics on the way does not fit them.
+
+    Those of balanced layers and BatchNorms: batch renormalisation and mean-only BatchNorm keep the average.
+    """
+    update_bn(batches, model)
+    update_stats(batches, model)
 
 
 def set_rates(group: dict[str, Any], rate: Rates) -> None:
