@@ -18,14 +18,14 @@ test: $(READY) ## run the tests and the examples in the docstrings
 	$(BIN)/pytest
 
 test-slow: $(READY) ## run the slow tests, which make test leaves out
-	$(BIN)/pytest --slow
+	$(BIN)/pytest --slow=only
 
 test-all: test test-slow ## run all tests
 
 test-torch: $(if $(TORCH),$(VENV)-torch-$(TORCH)/.ready) ## run the library's tests with another torch, as in TORCH=2.7.1; takes 5 GB of disk
 	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.7.1))
 	$(VENV)-torch-$(TORCH)/bin/pip install --quiet --no-deps --editable .
-	$(VENV)-torch-$(TORCH)/bin/pytest $(LIBRARY_TESTS)
+	$(VENV)-torch-$(TORCH)/bin/pytest --slow=too $(LIBRARY_TESTS)
 
 check: $(READY) ## formatting, lint and types, changing nothing
 	$(BIN)/ruff format --check .

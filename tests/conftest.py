@@ -17,16 +17,16 @@ LEFT = "slow"  # why a test is skipped that make test-all runs
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the slow tests, and no others")
+    parser.addoption("--slow", choices=("skip", "only", "too"), default="skip", help="what to do with the slow tests")
 
 
 def pytest_collection_modifyitems(config, items):
     slow = [item for item in items if item.get_closest_marker("slow")]
-    if config.getoption("--slow"):
+    if config.getoption("--slow") == "only":
         items[:] = slow
-        return
-    for item in slow:
-        item.add_marker(pytest.mark.skip(reason=LEFT))
+    elif config.getoption("--slow") == "skip":
+        for item in slow:
+            item.add_marker(pytest.mark.skip(reason=LEFT))
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -426,12 +426,20 @@ UNATTRIBUTABLE = {
         "it follows 0, which stays (not one of torch's own layers: a OwnConv may do something else)",
     ),
     "a norm of the input": (lambda: nn.Sequential(nn.BatchNorm2d(3), conv(3, 3)), "it follows the model's input"),
+    "a norm of a layer and of something else": (
+        lambda: Steps(lambda self, x: self.norm(self.conv(x)) + self.norm(x), conv=conv(3, 3), norm=nn.BatchNorm2d(3)),
+        "it follows the model's input",
+    ),
     "a norm before the head": (
         lambda: nn.Sequential(nn.ReLU(), nn.Flatten(), nn.BatchNorm1d(192), nn.Linear(192, 2)),
         "it follows 1",
     ),
     "a kernel of one weight": (
         lambda: nn.Sequential(conv(3, 3, 1, groups=3), nn.BatchNorm2d(3)),
+        "one weight per output: there is nothing to balance",
+    ),
+    "a transposed kernel of one weight": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(3, 3, 1, groups=3), nn.BatchNorm2d(3)),
         "one weight per output: there is nothing to balance",
     ),
     "a norm that is never called": (

@@ -59,6 +59,7 @@ def run_onnx(model, x, *, others):
 
 
 @needs_dynamic_shapes
+@pytest.mark.slow
 @pytest.mark.parametrize("folded", [True, False])
 @pytest.mark.parametrize(("mass", "one_pass"), [("channel", True), ("position", False)])
 @pytest.mark.parametrize("build", [small_network, residual_network])

@@ -167,6 +167,11 @@ def test_a_plain_average_in_float16_goes_on_beyond_its_largest_number():
     assert counter == 100_000
 
 
+def test_the_mass_of_a_linear_layers_input_is_its_mean():
+    x = torch.rand(4, 5, 3)
+    torch.testing.assert_close(BF.input_mass(x, ()), x.mean((0, 1)).view(1, 3))
+
+
 def test_running_mass_without_a_counter_uses_the_momentum():
     running = torch.ones(2)
     BF.update_running_mass(running, None, torch.tensor([3.0, 5.0]), 0.25)

@@ -210,7 +210,7 @@ def test_a_run_of_the_tests_is_capped_and_says_so_and_what_it_left_out(tmp_path)
     environment["BALNORM_TEST_TRIAL"] = shlex.join(trial)
     environment["PYTHONPATH"] = os.pathsep.join([str(tests), *filter(None, sys.path)])
     options = ["-p", "conftest", "-c", os.devnull, "--rootdir", str(tmp_path), "-o", f"cache_dir={tmp_path}/cache"]
-    for which, said in ((["-n", "1"], SAID), (["-n", "0", "--slow"], "")):
+    for which, said in ((["-n", "1"], SAID), (["-n", "0", "--slow=only"], "")):
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *which, str(tmp_path)],
             env=environment,

@@ -29,8 +29,7 @@ def step(model, x):
     return y.detach()
 
 
-@pytest.mark.parametrize("mass", BF.MASSES)
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(("mass", "momentum"), [("channel", 0.1), ("position", None)])
 def test_compile_in_full_graphs_without_recompiling(mass, momentum):
     """weight_norm broke torch.compile for years; Python counters made BatchNorm recompile at every step."""
     torch._dynamo.reset()
@@ -62,6 +61,7 @@ def test_compile_with_options(options):
         torch.testing.assert_close(step(compiled, x), step(eager, x), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_compile_with_a_changing_batch_size():
     torch._dynamo.reset()
     eager = small_network(mass="position", stats_fraction=0.5)

@@ -639,6 +639,7 @@ def test_two_processes_measure_one_scale(tmp_path):
     torch.testing.assert_close(two, one, rtol=1e-4, atol=0.0)
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_job_and_a_restart_resumes_it(tmp_path):
     """With an average of weights and statistics, and with a checkpoint at the last of an epoch's ten steps."""
     arguments = ["train", "digits", *OPTIONS, "--epochs", "3", "--batch-size", "32", "--checkpoint-steps", "5"]

@@ -15,8 +15,13 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed"),
     pytest.mark.filterwarnings("ignore"),  # theirs
 ]
-NETWORKS = [("timm", name) for name in TIMM if name not in SLOW] + [("torchvision", name) for name in TORCHVISION]
-
+HEAVY = {"cspresnet50", "darknet53", "densenet121", "dpn68", "ecaresnet26t", "efficientformer_l1", "hrnet_w18_small"}
+HEAVY |= {"inception_v3", "mobileone_s0", "res2net50_26w_4s", "resnext50_32x4d", "selecsls42b", "wide_resnet50_2"}
+HEAVY |= {"xception41", "xception41p"}
+NETWORKS = [("torchvision", name) for name in TORCHVISION]
+NETWORKS += [
+    pytest.param("timm", name, marks=[pytest.mark.slow] if name in HEAVY else []) for name in TIMM if name not in SLOW
+]
 UNTRACEABLE = {"vgg11_bn", "xception41p"}
 
 # The least share of convolutions that becomes balanced, where it is not all: squeeze-and-excitation has no norms, some
