@@ -1,4 +1,4 @@
-"""What the layers of a network do to a batch: the paper's picture of balanced contributions, for any network."""
+"""Reports on what each layer of a network does to a batch, as in the paper's figure of balanced contributions."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ __all__ = ["BalanceReport", "LayerBalance", "balance_report"]
 
 @dataclass(frozen=True)
 class LayerBalance:
-    """One call of a layer. Tensors have a value for each output channel; a BatchNorm has no weights and no mass."""
+    """One call of a layer. Tensors have one value for each output channel; a BatchNorm has no weights and no mass."""
 
     layer: str
     kind: str
     positive: Tensor | None
     """What the positive weights add to an output element, on average over the batch."""
     negative: Tensor | None
-    """What the negative weights take from it; the mean output is ``positive - negative + bias``."""
+    """What the negative weights subtract from it; the mean output is ``positive - negative + bias``."""
     mean: Tensor
     std: Tensor
-    """Of the output, over batch and space. A balanced layer's is its convolution's, a BatchNorm's its own."""
+    """The standard deviation of the output over batch and space, as ``mean`` is its mean."""
     mass: Tensor | None
-    """The input that all weights of an output channel meet together, per output element."""
+    """How much input all weights of an output channel together meet per output element."""
     gain: Tensor | None
     """The learned factor of a balanced layer or a BatchNorm."""
 
@@ -49,16 +49,16 @@ class BalanceReport:
 
     Attributes:
         layers: one entry for each call of a convolution, a linear layer or a BatchNorm.
-        before: an earlier report of the same network and batch, to compare with.
+        before: an earlier report of the same network and batch, for comparison.
     """
 
     layers: tuple[LayerBalance, ...]
     before: BalanceReport | None = None
 
     def shift(self) -> list[tuple[Tensor, Tensor]]:
-        """How each layer's output moved since ``before``: |change of the mean| / std, and std / std, by channel.
+        """How far each layer's output moved since ``before``: |change of the mean| / std, and std / std, by channel.
 
-        This is the covariate shift that the next layer sees. Channels that were constant are left out.
+        This is the covariate shift that the next layer sees. It leaves out channels that were constant.
         """
         if self.before is None:
             raise ValueError("nothing to compare with: give balance_report the earlier report, before=...")
@@ -135,18 +135,18 @@ class BalanceReport:
 def balance_report(
     model: nn.Module, batch: Tensor | Sequence[Any], *, before: BalanceReport | None = None
 ) -> BalanceReport:
-    """What every convolution, linear layer and BatchNorm of ``model`` does to a batch.
+    """Report what every convolution, linear layer and BatchNorm of ``model`` does to a batch.
 
-    Per output element: what positive and what negative weights contribute (balanced layers keep the two equal), mean
-    and standard deviation of the output, mass of the input, and gain. The model runs in the mode that it is in, and is
-    not changed: not its running statistics, not the random state.
+    The report shows, per output element, what positive and negative weights contribute (in balanced layers the two are
+    equal), the mean and standard deviation of the output, the mass of the input, and the gain. The model runs in its
+    current mode. Neither its running statistics nor the random state change.
 
-    To see the covariate shift, take a report, do a few steps of the optimiser, and take another one with ``before=``
-    the first: it also tells how far each layer's output has moved, for balanced layers and BatchNorms alike.
+    To see the covariate shift, take a report, make a few steps of the optimiser, and take another one with ``before=``
+    the first. It also shows how far each layer's output has moved, for balanced layers and BatchNorms alike.
 
     Args:
         model: any module.
-        batch: its input, or a tuple or list whose first item that is.
+        batch: its input, or a tuple or list that starts with it.
         before: an earlier report of the same model and batch.
 
     Example:
@@ -210,7 +210,7 @@ def _measure(name: str, module: nn.Module, x: Tensor, output: Tensor) -> LayerBa
 
 
 def _channel_axis(module: nn.Module) -> int:
-    """Counted from the end for layers that take single samples too."""
+    """The channel axis of the output, counted from the end for layers that also take single samples."""
     if isinstance(module, _ConvNd):
         return -1 - len(module.kernel_size)
     return -1 if isinstance(module, nn.Linear) else 1

@@ -1,9 +1,9 @@
 """The maths of balanced normalisation on tensors: mass, balance and the balanced layers. No modules, no state.
 
-This is the public door to :mod:`balnorm.core`, whose modules are internal. The symbols are those of ``docs/method.md``:
-input x, weight w, mass m, shift b, scale s, gain, effective weight w''. Everything here is a function of its arguments;
-only :func:`update_running_mass`, and the layers where they are given its two buffers, write (as
-:func:`torch.nn.functional.batch_norm` does).
+This is the public interface of :mod:`balnorm.core`, whose modules are internal. The symbols are those of
+``docs/method.md``: input x, weight w, mass m, shift b, scale s, gain, effective weight w''. The functions have no side
+effects, with one exception: :func:`update_running_mass`, and the layers if given its two buffers, write to those
+buffers (as :func:`torch.nn.functional.batch_norm` does).
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ __all__ = [
 def backend() -> str:
     """What computes the balance of tensors in a CPU's memory, and why: ``"native, ..."`` or ``"torch: ..."``.
 
-    The native kernels are compiled when balnorm is installed, where there is a C compiler; ``BALNORM_NATIVE=0`` in the
-    environment switches them off. Other devices always use torch's own operations.
+    The native kernels are compiled when balnorm is installed, if there is a C compiler; ``BALNORM_NATIVE=0`` in the
+    environment switches them off. Older versions of torch do not lend their threads; the kernels then run on one. Other
+    devices always use torch's own operations.
     """
     return native.status()
 
@@ -67,21 +68,21 @@ def input_mass(
 ) -> Tensor:
     r"""How much input a weight of a convolution meets per output element.
 
-    ``channel`` is the paper's: :math:`m_c = v_c / r`, with :math:`v_c` the sum of channel c over batch and space and
-    r = batch size x output size x stride (over all axes; a transposed convolution's taps meet every input whatever
-    the stride, so there r = batch size x output size). ``position`` counts for each tap of the kernel exactly the
-    inputs that it multiplies, with padding, stride and dilation honoured.
+    ``channel`` is the paper's mass: :math:`m_c = v_c / r`, where :math:`v_c` is the sum of channel c over batch and
+    space, and r = batch size x output size x stride (over all axes). The taps of a transposed convolution meet every
+    input whatever the stride, so there r = batch size x output size. ``position`` counts for each tap of the kernel
+    exactly the inputs that it multiplies, and honours padding, stride and dilation.
 
     Args:
         input: (N, C, \*in), with one spatial axis or more; (\*, C) for a linear layer.
-        kernel_size: an int or one for each spatial axis; ``()`` for a linear layer.
+        kernel_size: one int, or one for each spatial axis; ``()`` for a linear layer.
         stride, padding, dilation, padding_mode, output_padding: as in the convolution.
-        transposed: whether the convolution is a transposed one.
-        **options: ``mass`` and others of :class:`Options`.
+        transposed: whether the convolution is transposed.
+        **options: ``mass`` and the other fields of :class:`Options`.
 
     Returns:
         (1, C, 1, ..., 1) for ``channel``, (1, C, \*kernel_size) for ``position``: it broadcasts over the weight.
-        float32 or wider. NaN for a batch of 0.
+        It is float32 or wider, and NaN for an empty batch.
 
     Example:
         >>> import torch
@@ -122,20 +123,20 @@ def bal_conv(
 ) -> Tensor:
     r"""Balanced convolution, ``conv(input, w'') + bias``, over as many axes as the kernel has.
 
-    w'' is :func:`balance` of the weight and the input's mass. ``bal_conv1d``, ``bal_conv2d`` and ``bal_conv3d`` are
-    the same function and check the number of axes.
+    w'' is the :func:`balance` of the weight for the input's mass. ``bal_conv1d``, ``bal_conv2d`` and ``bal_conv3d`` are
+    the same function, but check the number of axes.
 
     Args:
         input: (N, C, \*in) or (C, \*in).
         weight: (D, C / groups, \*kernel).
         bias: (D,) or ``None``.
-        gain: (D,) or ``None`` for ones. It multiplies w'': scaling the output costs no pass over it.
+        gain: (D,) or ``None`` for ones. It multiplies w'', so it costs no pass over the output.
         stride, padding, dilation, groups: as in :func:`torch.nn.functional.conv2d`.
         padding_mode: as in :class:`torch.nn.Conv2d`.
-        training: use the mass of this batch (the default), or ``running_mass`` where there is one.
-        running_mass, num_batches_tracked: moving average of the mass and the number of batches in it: read when not
-            training, updated in place when training.
-        **options: ``mass``, ``one_pass`` and others of :class:`Options`.
+        training: use the mass of this batch (``True``, the default), or ``running_mass`` if there is one.
+        running_mass, num_batches_tracked: the moving average of the mass and the number of batches in it; updated in
+            place in training, and only read otherwise.
+        **options: ``mass``, ``one_pass`` and the other fields of :class:`Options`.
 
     Example:
         >>> import torch
@@ -168,9 +169,9 @@ def bal_conv_transpose(
 ) -> Tensor:
     r"""Balanced transposed convolution over as many axes as the kernel has.
 
-    ``weight`` is (C, D / groups, \*kernel), the other arguments are those of
+    ``weight`` is (C, D / groups, \*kernel); the other arguments are those of
     :func:`torch.nn.functional.conv_transpose2d` and of :func:`bal_conv`. ``bal_conv_transpose1d``,
-    ``bal_conv_transpose2d`` and ``bal_conv_transpose3d`` are the same function and check the number of axes.
+    ``bal_conv_transpose2d`` and ``bal_conv_transpose3d`` are the same function, but check the number of axes.
 
     Example:
         >>> import torch
@@ -200,10 +201,10 @@ def bal_linear(
     r"""Balanced linear map, ``input @ w''.T + bias``: a 1x1 convolution whose mass is the mean input.
 
     Args:
-        input: (\*, C) with any leading dimensions; the first of them is the batch that ``stats_fraction`` divides.
+        input: (\*, C) with any leading dimensions; ``stats_fraction`` takes its part of the first.
         weight: (D, C).
         bias, gain: (D,) or ``None``.
-        training, running_mass, num_batches_tracked, **options: as in :func:`bal_conv`; there is one kind of mass.
+        training, running_mass, num_batches_tracked, **options: as in :func:`bal_conv`, with one kind of mass.
 
     Example:
         >>> import torch
@@ -217,7 +218,7 @@ def bal_linear(
 
 
 def _over_axes(axes: int, function: FunctionT) -> FunctionT:
-    """``function`` for a kernel with just so many axes."""
+    """``function``, restricted to kernels with this many axes."""
     name = f"{function.__name__}{axes}d"
 
     @functools.wraps(function)

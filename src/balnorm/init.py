@@ -17,15 +17,15 @@ def balanced_normal_(
 ) -> Tensor:
     r"""Fill ``weight`` from a normal distribution of variance 2 / fan_out, then balance its signs, in place.
 
-    fan_out (`He et al. <https://arxiv.org/abs/1502.01852>`_) is the number of outputs that an input reaches. The signs
-    of every output kernel whose weights all share one are drawn again until it has both, as the paper proposes;
-    a kernel of one weight keeps its sign.
+    fan_out (`He et al. <https://arxiv.org/abs/1502.01852>`_) is the number of outputs that an input reaches. As the
+    paper proposes, an output kernel whose weights all share a sign gets new random signs until it has both; a kernel of
+    one weight keeps its sign.
 
     Args:
         weight: (D, C / groups, \*kernel); (C, D / groups, \*kernel) if ``transposed``; (D, C) for a linear layer.
         groups: groups of the convolution.
         transposed: whether the weight belongs to a transposed convolution.
-        generator: source of randomness; ``None`` is torch's global one.
+        generator: the source of randomness; ``None`` is torch's global generator.
 
     Example:
         >>> w = balanced_normal_(torch.empty(64, 1, 2))  # an eighth of such kernels would have one sign
@@ -49,11 +49,11 @@ def balanced_normal_(
 
 
 def unit_variance_scale(fan_in: float, phases: int = 1) -> float:
-    r"""The output scale that makes the variance of the output 1 for independent rectified Gaussian inputs.
+    r"""The output scale that gives outputs of variance 1 for independent rectified Gaussian inputs.
 
-    Balanced outputs shrink with fan-in, the number of weights that meet an output element: for such inputs and normal
-    weights, Var(y) = 2 pi (pi - 1) / fan_in. The outputs of a transposed convolution fall into as many phases
-    as its stride has steps, each made by weights of its own; they are balanced together and not one by one, which
+    Balanced outputs shrink with fan-in, the number of weights that an output element meets. For such inputs and normal
+    weights, Var(y) = 2 pi (pi - 1) / fan_in. The outputs of a transposed convolution fall into as many phases as its
+    stride has steps, each made by weights of its own. The weights are balanced together, not phase by phase, which
     leaves Var(y) = 2 pi (pi - 1 / phases) / fan_in.
 
     Example:

@@ -1,4 +1,4 @@
-"""The layers: state and one call each. The maths is in :mod:`balnorm.core`, not here."""
+"""The layers. They hold state and make one call each; the maths is in :mod:`balnorm.core`."""
 
 from __future__ import annotations
 
@@ -41,32 +41,32 @@ __all__ = [
 
 
 class BalNormWarning(UserWarning):
-    """A balanced layer that cannot work as it is used: its input cancels, or it has no statistics yet.
+    """A balanced layer cannot work as it is used: its input cancels, or it has no statistics yet.
 
-    Each layer warns once. ``warnings.simplefilter("ignore", BalNormWarning)`` switches it off.
+    Each layer warns once. ``warnings.simplefilter("ignore", BalNormWarning)`` silences all of them.
     """
 
 
 class BalNormLayer(nn.Module):
-    """What all balanced layers share: the options, the gain and the running mass.
+    """The base of all balanced layers: options, gain and running mass.
 
-    Use it to find them, as in ``isinstance(module, BalNormLayer)``; it is not a layer by itself.
+    Use it to find them, as in ``isinstance(module, BalNormLayer)``; it is not a layer itself.
 
     Attributes:
         weight: the raw weight w, an ordinary leaf parameter. The layer computes with :meth:`effective_weight`.
         bias: (D,), or ``None``.
-        gain: (D,), a parameter that starts at 1; with ``affine=False`` a buffer that stays there.
-        output_scale: a constant factor beside the gain, a buffer with one element.
+        gain: (D,), a parameter that starts at 1; with ``affine=False``, a buffer that stays at 1.
+        output_scale: a constant factor besides the gain, a buffer with one element.
         running_mass: moving average of the input's mass, or ``None`` with ``track_running_stats=False``.
-        num_batches_tracked: how many batches went into it.
-        stats_frozen: set it to ``True`` to use ``running_mass`` and leave it alone in training mode too. Unlike
-            ``eval()`` it survives ``train()``.
+        num_batches_tracked: the number of batches in ``running_mass``.
+        stats_frozen: if ``True``, the layer uses ``running_mass`` and does not update it, in training mode too. Unlike
+            ``eval()``, this survives ``train()``.
         options: the layer's options, a :class:`~balnorm.core.options.LayerOptions`. Each can be read, and most can be
             set, as an attribute of the layer, as in ``layer.momentum = 0.01``.
     """
 
     plain: ClassVar[type[nn.Module]]
-    """The torch layer that this one replaces, and that :meth:`fuse` returns."""
+    """The class of torch layer that this one replaces and that :meth:`fuse` returns."""
 
     _arguments: ClassVar[tuple[str, ...]]
     """The constructor arguments, and attributes, that the plain layer has too."""
@@ -85,7 +85,7 @@ class BalNormLayer(nn.Module):
     _plan: Plan
 
     def _set_up(self, keywords: dict[str, Any]) -> None:
-        """Make what torch's own layer does not have: options, state, and initial values."""
+        """Add what torch's own layer lacks: options, state and initial values."""
         self.options = LayerOptions.of(f"{type(self).__name__}()", keywords)
         self._plan = Plan(layer_geometry(self), self.options)
         self.stats_frozen = False
@@ -122,7 +122,7 @@ class BalNormLayer(nn.Module):
             self._plan = Plan(layer_geometry(self), self.options)
 
     def reset_parameters(self) -> None:
-        """Draw a balanced weight, set the gain to one and the bias to zero, forget the statistics."""
+        """Draw a balanced weight, set the gain to 1 and the bias to 0, and forget the statistics."""
         if "options" not in vars(self):
             return  # called by the constructor of torch's layer, before there is anything of ours to reset
         balanced_normal_(self.weight, self.groups, self.transposed)
@@ -144,11 +144,11 @@ class BalNormLayer(nn.Module):
         self._early_batches = _EARLY_BATCHES
 
     def effective_weight(self, input: Tensor | None = None, output_size: Sequence[int] | None = None) -> Tensor:
-        """The weight w'' that the layer uses: balanced for a mass, times the gain and the output scale.
+        """The weight w'' that the layer uses: balanced, and multiplied by the gain and the output scale.
 
         Args:
             input: take the mass of this batch, as in training mode; ``None`` takes ``running_mass``, as in eval mode.
-            output_size: of a transposed convolution, where ``forward`` is given one.
+            output_size: of a transposed convolution, if you give ``forward`` one.
         """
         if type(self.weight) not in (Tensor, nn.Parameter) and hasattr(self.weight, "full_tensor"):
             raise RuntimeError(
@@ -192,7 +192,7 @@ class BalNormLayer(nn.Module):
         return super().train(mode)
 
     def check_statistics(self, name: str | None = None) -> None:
-        """Warn, once, if the running mass shows that the input cancels. ``eval()``, ``fold`` and saving call it.
+        """Warn once if the running mass shows that the input cancels. ``eval()``, ``fold`` and saving call it.
 
         It reads values, so it waits for the device.
         """
@@ -221,7 +221,7 @@ class BalNormLayer(nn.Module):
         super()._save_to_state_dict(*args)
 
     def fuse(self) -> nn.Module:
-        """A plain torch layer with the output that this one has in eval mode."""
+        """Return the plain torch layer that computes what this one computes in eval mode."""
         if self.num_batches_tracked is not None and _is_readable(self.num_batches_tracked):
             if self.num_batches_tracked == 0:
                 warn(self, _NO_STATISTICS)
@@ -337,9 +337,9 @@ class _BalNormConv(BalNormLayer):
 
     @classmethod
     def from_conv(cls, conv: nn.Module, **options: Any) -> Self:
-        """A balanced layer with the geometry, weight and bias of ``conv``; ``options`` are those of the constructor.
+        """Make a balanced layer with the geometry, weight and bias of ``conv`` and the constructor's ``options``.
 
-        It has a bias also where ``conv`` has none (as is usual before a BatchNorm), unless ``bias=False`` is given.
+        It has a bias even if ``conv`` has none (as is usual before a BatchNorm), unless you give ``bias=False``.
         """
         return cls._from_plain(conv, options)
 
@@ -391,7 +391,7 @@ class _BalNormConvTranspose(BalNormLayer):
 
     @classmethod
     def from_conv(cls, conv: nn.Module, **options: Any) -> Self:
-        """A balanced layer with the geometry, weight and bias of ``conv``. See :meth:`BalNormConv2d.from_conv`."""
+        """Make a balanced layer with the geometry, weight and bias of ``conv``. See :meth:`BalNormConv2d.from_conv`."""
         return cls._from_plain(conv, options)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -405,7 +405,7 @@ class _BalNormConvTranspose(BalNormLayer):
 
 
 class BalNormConv1d(_BalNormConv, nn.Conv1d):
-    """Balanced 1d convolution, for :class:`torch.nn.Conv1d` and the BatchNorm after it. See :class:`BalNormConv2d`.
+    """Balanced 1d convolution. It replaces :class:`torch.nn.Conv1d` and its BatchNorm. See :class:`BalNormConv2d`.
 
     Example:
         >>> layer = BalNormConv1d(16, 32, 5, padding=2)
@@ -417,45 +417,46 @@ class BalNormConv1d(_BalNormConv, nn.Conv1d):
 
 
 class BalNormConv2d(_BalNormConv, nn.Conv2d):
-    r"""Balanced 2d convolution, in the place of :class:`torch.nn.Conv2d` and the BatchNorm after it.
+    r"""Balanced 2d convolution. It replaces :class:`torch.nn.Conv2d` and the BatchNorm after it.
 
-    Its weight is shifted and scaled at every step, from the per-channel sums of the layer's *input*, so that positive
-    and negative weights contribute equally, and in a fixed amount, to the output:
+    At every step the layer shifts and scales its weight, using the per-channel sums of its *input*, so that positive
+    and negative weights contribute the same fixed amount to the output:
 
     .. math::
         b_d = -\frac{\sum m\,w_d}{\sum m}, \qquad s_d = \frac{1}{\sum m\,(w_d + b_d)\,I}, \qquad
         y = x * \mathrm{gain}_d\,\mathrm{output\_scale}\,s_d\,(w_d + b_d) + \mathrm{bias}_d
 
-    Here m is the mass of the input: how much of it a weight meets per output element. All of it is differentiated
-    through. No activation is normalised, so none is kept for that.
+    Here m is the mass of the input: how much of it a weight meets per output element. The gradient includes that of
+    the mass. No activation is normalised, so the layer keeps no normalised copy for the backward pass.
 
-    In training mode m is that of the batch, and ``running_mass`` follows it: ``(1 - a) * running_mass + a * m`` with
+    In training mode m is the mass of the batch, and ``running_mass`` becomes ``(1 - a) * running_mass + a * m`` with
     ``a = max(momentum, 1 / num_batches_tracked)``. In eval mode m is ``running_mass``; the output then depends on
-    neither the rest of the batch nor the image size, and :meth:`fuse` gives a plain convolution that computes the same.
+    neither the rest of the batch nor the image size, and :meth:`fuse` returns a plain convolution that computes the
+    same.
 
-    The layer expects inputs that are not negative, as after a ReLU; plain pixels should be in [0, 1], not
-    mean-subtracted. Elsewhere use ``signed_input=True``.
+    The layer expects inputs that are not negative, as after a ReLU. Give it pixels in [0, 1], not mean-subtracted
+    ones; for other inputs, use ``signed_input=True``.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype: as
             in :class:`torch.nn.Conv2d`.
         mass: ``"channel"`` sums each input channel as a whole, as in the paper. ``"position"`` counts for each tap of
-            the kernel exactly the inputs that it meets, and so stays exact under zero padding, stride and dilation.
+            the kernel exactly the inputs that it meets, so it is exact under zero padding, stride and dilation too.
         one_pass: I is the sign of the weight before the shift (``True``, as in the paper's experiments) or after it
             (``False``: exactly balanced).
-        stats_fraction: take m from this leading part of the batch; less than 1 adds the noise that regularises.
+        stats_fraction: take m from this leading part of the batch; less than 1 adds noise, which regularises.
         signed_input: take m from ``|x|``.
-        output_scale: a constant factor beside the gain: ``"unit_variance"`` for outputs of variance 1 behind rectified
+        output_scale: a constant factor besides the gain: ``"unit_variance"`` for outputs of variance 1 behind rectified
             Gaussian inputs, or a number; 1.0 is the literal reading of the paper.
         affine: whether the gain is learned. If not, it stays at 1. (The bias has its own argument.)
-        momentum: weight of the newest batch in ``running_mass``; ``None`` is the plain average of all batches.
+        momentum: the weight of the newest batch in ``running_mass``; ``None`` is the plain average of all batches.
         track_running_stats: whether there is a ``running_mass``. If not, eval mode uses the batch too.
         sync_stats: sum the statistics over all processes, where :mod:`torch.distributed` is initialised.
-        process_group: the processes to do so with; ``None`` is all of them.
+        process_group: the processes to sum over; ``None`` is all of them.
 
     Shape:
         - input: (N, C, H, W) or (C, H, W); N = 0 is allowed, and is not tracked.
-        - output: as of :class:`torch.nn.Conv2d`.
+        - output: as for :class:`torch.nn.Conv2d`.
 
     Example:
         >>> layer = BalNormConv2d(16, 33, 3, stride=2, padding=1)
@@ -476,7 +477,7 @@ class BalNormConv2d(_BalNormConv, nn.Conv2d):
 
 
 class BalNormConv3d(_BalNormConv, nn.Conv3d):
-    """Balanced 3d convolution, for :class:`torch.nn.Conv3d` and the BatchNorm after it. See :class:`BalNormConv2d`.
+    """Balanced 3d convolution. It replaces :class:`torch.nn.Conv3d` and its BatchNorm. See :class:`BalNormConv2d`.
 
     Example:
         >>> layer = BalNormConv3d(4, 8, 3, padding=1, mass="position")
@@ -501,11 +502,11 @@ class BalNormConvTranspose1d(_BalNormConvTranspose, nn.ConvTranspose1d):
 
 
 class BalNormConvTranspose2d(_BalNormConvTranspose, nn.ConvTranspose2d):
-    """Balanced transposed 2d convolution, for :class:`torch.nn.ConvTranspose2d` and the BatchNorm after it.
+    """Balanced transposed 2d convolution. It replaces :class:`torch.nn.ConvTranspose2d` and the BatchNorm after it.
 
-    Geometry as in torch's layer, options and behaviour as in :class:`BalNormConv2d`. Each weight of a transposed
-    convolution meets every input once whatever the stride, so its ``channel`` mass is the channel's sum over the number
-    of output elements.
+    The geometry is that of torch's layer; options and behaviour are those of :class:`BalNormConv2d`. Each weight of a
+    transposed convolution meets every input once, whatever the stride, so its ``channel`` mass is the channel's sum
+    divided by the number of output elements.
 
     Example:
         >>> layer = BalNormConvTranspose2d(16, 8, 3, stride=2, padding=1)
@@ -528,10 +529,10 @@ class BalNormConvTranspose3d(_BalNormConvTranspose, nn.ConvTranspose3d):
 
 
 class BalNormLinear(BalNormLayer, nn.Linear):  # type: ignore[misc]  # torch does not declare Linear.bias
-    """Balanced linear layer, for :class:`torch.nn.Linear` and the BatchNorm after it.
+    """Balanced linear layer. It replaces :class:`torch.nn.Linear` and the BatchNorm after it.
 
     It is a balanced 1x1 convolution: the mass is the mean of each input feature over all leading dimensions. Options
-    and behaviour as in :class:`BalNormConv2d`; there is one kind of mass.
+    and behaviour are those of :class:`BalNormConv2d`, but there is only one kind of mass.
 
     Shape:
         - input: any leading dimensions, then ``in_features``. The first of them is the batch.
@@ -566,7 +567,7 @@ class BalNormLinear(BalNormLayer, nn.Linear):  # type: ignore[misc]  # torch doe
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
-        """A balanced layer with the weight and bias of ``linear``. See :meth:`BalNormConv2d.from_conv`."""
+        """Make a balanced layer with the weight and bias of ``linear``. See :meth:`BalNormConv2d.from_conv`."""
         return cls._from_plain(linear, options)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -589,7 +590,7 @@ BALANCED: dict[type[nn.Module], type[BalNormLayer]] = {
 
 
 def layer_geometry(layer: nn.Module, input: Tensor | None = None, output_size: Sequence[int] | None = None) -> Geometry:
-    """The geometry of a convolution or linear layer, balanced or plain; of a transposed one for this output size."""
+    """The geometry of a convolution or linear layer, balanced or plain; a transposed one may have an output size."""
     if isinstance(layer, nn.Linear):
         return linear_geometry()
     names = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "transposed", "output_padding")
@@ -604,7 +605,7 @@ def layer_geometry(layer: nn.Module, input: Tensor | None = None, output_size: S
 
 
 def layer_plan(layer: BalNormLayer, input: Tensor, output_size: Sequence[int] | None = None) -> Plan:
-    """How a balanced layer computes for this input and output size."""
+    """The plan of a balanced layer for this input and output size."""
     return Plan(layer_geometry(layer, input, output_size), layer.options)
 
 
@@ -614,13 +615,13 @@ def layer_mass(layer: nn.Module, input: Tensor, output_size: Sequence[int] | Non
 
 
 def _parameter(values: Tensor, requires_grad: bool) -> nn.Parameter:
-    """A parameter of its own storage, in the memory format of ``values``."""
+    """A parameter with its own storage, in the memory format of ``values``."""
     return nn.Parameter(values.detach().clone(), requires_grad=requires_grad)
 
 
 _EARLY_BATCHES = 3
 _CANCELLING = 0.2
-"""Inputs whose sum is less than this part of the sum of their magnitudes cancel. Behind SiLU it is about a half."""
+"""Inputs cancel if their sum is less than this part of the sum of their magnitudes. Behind SiLU it is about half."""
 _CANCELS = (
     "{} gets negative inputs about as often as positive ones: its mass cancels, and its outputs can be of any size. "
     "Feed it values that are not negative (pixels in [0, 1], not mean-subtracted ones), or give it signed_input=True"
@@ -642,14 +643,14 @@ _OF_PLAIN_LAYERS = (
 
 
 def warn(layer: BalNormLayer, message: str, name: str | None = None) -> None:
-    """Warn about a layer, if it is the first time."""
+    """Warn about a layer, unless it has had this warning before."""
     if message not in layer._warned:
         layer._warned.add(message)
         warnings.warn(message.format(name or repr(layer)), BalNormWarning, stacklevel=3)
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor has values that can be looked at: not on the meta device, and no subclass without any."""
+    """Whether a tensor has values to look at: it is not on the meta device, and not a subclass without values."""
     return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
 
 

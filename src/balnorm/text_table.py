@@ -1,4 +1,4 @@
-"""Plain text tables, for reports that print well in any terminal and any log."""
+"""Plain-text tables, for reports that print well in any terminal or log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["text_table"]
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, numbers to the right, the rest to the left.
+    """Set a table with columns as wide as their widest cell, numbers aligned right and text left.
 
     Example:
         >>> print(text_table(["layer", "gain"], [["conv1", "1.25"], ["layer1.conv2", "10.5"]]))

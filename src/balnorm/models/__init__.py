@@ -30,20 +30,20 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
     **{f"preact_resnet{depth}": ("PreActResNet", {"depth": depth}) for depth in BLOCKS},
     **{f"resnet{depth}": ("ResNet", {"depth": depth}) for depth in BLOCKS},
 }
-"""Every network by its name: its class, and what is fixed."""
+"""Every network by name: its class, and the arguments that the name fixes."""
 
 _HOMES = {"WideResNet": "wide_resnet", "PreActResNet": "preact_resnet", "ResNet": "resnet"}
 
 
 def create_model(name: str, norm: str | Normalization = "balnorm", num_classes: int = 10, **options: Any) -> nn.Module:
-    """A network by name.
+    """Create a network by name.
 
     Args:
         name: ``wide_resnet`` (options ``depth=20``, ``width=96``), ``preact_resnet18`` to ``preact_resnet152`` for
             small images, ``resnet18`` to ``resnet152`` for large ones.
         norm: a name from :data:`balnorm.norms.NORMS`, or a :class:`~balnorm.norms.Normalization`.
-        num_classes: outputs.
-        **options: the network's own, e.g. ``width`` and ``in_channels``.
+        num_classes: the number of outputs.
+        **options: the network's own options, e.g. ``width`` and ``in_channels``.
     """
     if name not in MODELS:
         raise ValueError(f"the model must be one of {', '.join(MODELS)}, got {name!r}")

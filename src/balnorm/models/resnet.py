@@ -21,15 +21,15 @@ class ResNet(nn.Module):
     with the stride of a bottleneck in its 3x3 convolution, as is usual today. Depth 50 has 25.6 million parameters.
 
     Args:
-        norm: how to normalise.
-        num_classes: outputs.
+        norm: the normalisation.
+        num_classes: the number of outputs.
         depth: 18, 34, 50, 101 or 152.
         width: channels of the first stage.
         in_channels: 3 for colour images, 1 for grey ones.
     """
 
     mix_points: ClassVar = ("input", "layer1", "layer2")
-    """Where manifold mixup may mix: the input, or the output of a module of that name."""
+    """Where manifold mixup may mix: the input, or the output of the module with that name."""
 
     def __init__(
         self, norm: Normalization, num_classes: int = 1000, *, depth: int = 50, width: int = 64, in_channels: int = 3

@@ -17,15 +17,15 @@ class WideResNet(nn.Module):
     Zagoruyko and Komodakis 2016, `Wide Residual Networks <https://arxiv.org/abs/1605.07146>`_.
 
     Args:
-        norm: how to normalise.
-        num_classes: outputs.
+        norm: the normalisation.
+        num_classes: the number of outputs.
         depth: 6 n + 2 with n blocks a stage; counts the stem, two convolutions a block, and the classifier.
         width: channels of the first stage, and of the stem before it.
         in_channels: 3 for colour images, 1 for grey ones.
     """
 
     mix_points: ClassVar = ("input", "stage1", "stage2")
-    """Where manifold mixup may mix: the input, or the output of a module of that name."""
+    """Where manifold mixup may mix: the input, or the output of the module with that name."""
 
     def __init__(
         self, norm: Normalization, num_classes: int = 10, *, depth: int = 20, width: int = 96, in_channels: int = 3

@@ -1,7 +1,7 @@
 """Every normalisation that the paper names, and some that came later, as factories of layers.
 
-A method that normalises activations gives a plain convolution and a norm; one that normalises weights gives its own
-convolution and an identity. A network calls both in its natural order, conv-norm-relu or norm-relu-conv, and so is
+A method that normalises activations makes a plain convolution and a norm; one that normalises weights makes its own
+convolution and an identity. A network calls both in its natural order, conv-norm-relu or norm-relu-conv, so it is
 written once for all of them.
 
 >>> sorted(NORMS)[:4]
@@ -63,7 +63,7 @@ _relu = _layer("relu")
 
 @dataclass(frozen=True)
 class Style:
-    """How a normalisation is drawn, always and everywhere."""
+    """How every figure draws a normalisation."""
 
     colour: str
     dash: Literal["solid", "dashed", "dotted"] = "solid"
@@ -76,16 +76,16 @@ class Normalization:
     Attributes:
         conv: makes a convolution, with the arguments of :class:`torch.nn.Conv2d` up to ``groups``. Its weights start
             normal with variance 2 / fan_out (He et al.), and it has a bias unless the norm beside it takes that away.
-        norm: makes what stands beside the convolution, for a number of channels.
+        norm: makes the layer beside the convolution, for a number of channels.
         source: the publication.
         style: how figures draw it.
-        pixels: what the network is customarily fed: ``"standardized"`` pixels, of mean 0 and variance 1 in each
+        pixels: the customary input of the network: ``"standardized"`` pixels, of mean 0 and variance 1 in each
             channel, or ``"unit"`` ones, in [0, 1].
-        sync: who can take statistics over several processes together: the layers themselves (``"layers"``), torch's
-            conversion to SyncBatchNorm, on GPUs (``"torch"``), or nobody.
-        activation: makes what stands behind the norm, for a number of channels: a ReLU, unless the method has its own.
+        sync: what can share statistics between processes: the layers themselves (``"layers"``), torch's conversion to
+            SyncBatchNorm, on GPUs (``"torch"``), or nothing.
+        activation: makes the layer behind the norm, for a number of channels: a ReLU, unless the method has its own.
             With ``inplace=True`` it may overwrite its input.
-        follows_progress: whether its layers have to be told, with :func:`set_progress`, how far training is.
+        follows_progress: whether its layers need to know, from :func:`set_progress`, how far training is.
         balanced: whether its convolutions are BalNorm's.
     """
 

@@ -1,4 +1,4 @@
-"""The layers behind the normalisations: convolutions, and what stands beside them."""
+"""The layers behind the normalisations: convolutions, and the layers beside them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def set_progress(model: nn.Module, progress: float) -> None:
-    """Tell the layers of a model that depend on it (batch renormalisation) which part of training is done, 0 to 1."""
+    """Tell the layers that depend on it (batch renormalisation) what fraction of training is done, 0 to 1."""
     if not 0.0 <= progress <= 1.0:
         raise ValueError(f"progress must be between 0 and 1, got {progress!r}")
     for module in model.modules():
@@ -121,7 +121,7 @@ def identity(_: int) -> nn.Module:
 
 
 def group_norm(channels: int) -> nn.Module:
-    """32 groups, or the largest divisor of 32 that leaves each of them whole and of two channels at least.
+    """32 groups, or the largest divisor of 32 that gives whole groups of at least two channels.
 
     Two is the least that the paper has, 64 channels in 32 groups; groups of one would be instance normalisation.
     """
@@ -144,7 +144,7 @@ def local_response_norm(_: int) -> nn.Module:
 
 
 class _RunningNorm(nn.Module):
-    """What the two norms below share: running statistics in float32 at least, that nothing can ruin.
+    """The base of the two norms below: running statistics in at least float32 that nothing can ruin.
 
     A batch that is empty or not finite changes nothing, nor does a forward pass that activation checkpointing repeats.
     The first batch is copied and the next are averaged, until that becomes the moving average of ``momentum``: in a
@@ -164,7 +164,7 @@ class _RunningNorm(nn.Module):
         return self
 
     def _track(self, *updates: tuple[Tensor, Tensor]) -> None:
-        """Take the statistics of a batch into the running ones, without waiting for the device."""
+        """Add the statistics of a batch to the running ones, without waiting for the device."""
         if recomputing():
             return
         finite = torch.stack([values.isfinite().all() for _, values in updates]).all()
@@ -251,8 +251,8 @@ class BatchRenorm2d(_RunningNorm):
         r = \mathrm{clip}\left(\frac{\sigma_B}{\sigma}, \frac{1}{r_{max}}, r_{max}\right), \qquad
         d = \mathrm{clip}\left(\frac{\mu_B - \mu}{\sigma}, -d_{max}, d_{max}\right)
 
-    r and d are constants for the gradient. Their limits open as training proceeds, see :meth:`limits`; whoever trains
-    tells how far it is with :func:`set_progress`. The running mean and standard deviation move by
+    r and d are constants for the gradient. Their limits open as training proceeds, see :meth:`limits`; the training
+    loop says how far it is with :func:`set_progress`. The running mean and standard deviation move by
     ``max(momentum, 1 / num_batches_tracked)`` at each batch, in float32 whatever the input is. In eval mode they
     normalise. Under activation checkpointing the repeated forward pass takes r and d from the statistics of then.
 

@@ -1,4 +1,4 @@
-"""Operations on whole models: convert to balanced layers, fold them away, re-estimate or freeze their statistics."""
+"""Operations on whole models: convert to balanced layers, fold them, re-estimate or freeze their statistics."""
 
 from balnorm.surgery._convert import ConversionReport, convert
 from balnorm.surgery._fold import fold

@@ -1,15 +1,15 @@
-"""Which BatchNorm belongs to which layer, read off the data flow. It decides, and changes nothing.
+"""Find out from the data flow which BatchNorm belongs to which layer. This module decides, and changes nothing.
 
-:func:`attribute` applies these rules, one after the other:
+:func:`attribute` applies these rules in order:
 
-1. A module stays where replacing it would lose something: hooks, what an unknown class does, and so on.
+1. A module stays if replacing it would lose something: hooks, the behaviour of an unknown class, and so on.
 2. A norm belongs to the layers that it follows, if their outputs go to it and nowhere else, at every call of either.
 3. A norm that follows something else, such as the sum of a pre-activation network, belongs to the convolutions that it
    feeds, if it feeds nothing else.
 4. In the branch that such a norm opens, norm-conv-norm-conv, each norm stands for the convolution behind it; so the
-   last convolution, which no norm follows, is balanced as well.
-5. So is a convolution that adds to a sum which such a norm normalised: nothing else would hold its size.
-6. So are layers that have no norm, where that is asked for.
+   last convolution, which no norm follows, is balanced too.
+5. So is a convolution that adds to a sum that such a norm normalised: nothing else would keep its size in check.
+6. So are layers without a norm, if the caller asks for it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _Partners = dict[nn.Module, tuple[nn.Module | None, Place]]  # the norm whose wo
 def attribute(
     model: nn.Module, flow: Flow, skip: Iterable[str] = (), include: Iterable[str] = ()
 ) -> dict[nn.Module, Decision]:
-    """Decide what is to become of every layer and every norm of a model, in the model's order."""
+    """Decide what becomes of every layer and every norm of a model, in the model's order."""
     # Rule 1: what has to stay
     candidates = [module for module in model.modules() if _is_layer(module) or is_batch_norm(module)]
     skipped, included = _named(model, "skip", skip), _named(model, "include", include)
@@ -92,7 +92,7 @@ def attribute(
 
 
 def is_batch_norm(module: nn.Module | None) -> bool:
-    """Whether it is a BatchNorm of any kind, also of a kind that only its name and its buffers tell."""
+    """Whether it is a BatchNorm of any kind, even one that only its name and its buffers show."""
     return isinstance(module, _BatchNorm) or (
         module is not None
         and "BatchNorm" in type(module).__name__
@@ -101,7 +101,7 @@ def is_batch_norm(module: nn.Module | None) -> bool:
 
 
 def is_norm_act(module: nn.Module) -> bool:
-    """Whether it is one of timm's norms with a dropout and an activation inside."""
+    """Whether it is one of timm's norms with built-in dropout and activation."""
     kind = type(module)
     return kind.__name__ in ("BatchNormAct2d", "SyncBatchNormAct") and kind.__module__.startswith("timm.")
 
@@ -116,7 +116,7 @@ def _is_signed(layer: nn.Module, flow: Flow) -> bool:
 
 
 def _named(model: nn.Module, option: Literal["skip", "include"], patterns: Iterable[str]) -> set[nn.Module]:
-    """The modules whose names match, with all that is inside them."""
+    """The modules whose names match, and everything inside them."""
     found = set[nn.Module]()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         roots = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
@@ -167,7 +167,7 @@ def _kept_layer(norm: nn.Module | None) -> Kept:
 
 
 def _following(layer: nn.Module, flow: Flow) -> nn.Module | None:
-    """The norm that the output of a layer always goes to, and nothing else."""
+    """The norm that the output of a layer always goes to, if it goes nowhere else."""
     users = [_only_user(call) for call in flow.by_module[layer]]
     modules = {user.module if user else None for user in users}
     norm = modules.pop() if len(modules) == 1 else None
@@ -217,7 +217,7 @@ def _why_not_following(norm: nn.Module, flow: Flow, fixed: _Fixed) -> Because:
 
 
 def _fed_or_kept(norm: nn.Module, flow: Flow, fixed: _Fixed) -> Removed | Kept:
-    """Whether a norm that belongs to no layer before it can go for the sake of those that it feeds."""
+    """Whether the layers that it feeds can replace a norm that belongs to no layer before it."""
     why = _why_not_following(norm, flow, fixed)
     for call in flow.by_module[norm]:
         source = _source(call)
@@ -232,7 +232,7 @@ def _fed_or_kept(norm: nn.Module, flow: Flow, fixed: _Fixed) -> Removed | Kept:
 
 
 def _fed(norm: nn.Module, flow: Flow, fixed: _Fixed) -> Removed | Because:
-    """The convolutions that a norm feeds, or what stands against giving it up for them."""
+    """The convolutions that a norm feeds, or the reason why they cannot replace it."""
     layers, in_place = dict[nn.Module, None](), list[nn.Module]()
     steps = list(flow.by_module[norm])
     while steps:
@@ -254,7 +254,7 @@ def _fed(norm: nn.Module, flow: Flow, fixed: _Fixed) -> Removed | Because:
 
 
 def _strange_origin(call: Call) -> Call | None:
-    """Something other than layers and norms that a norm's input comes from, past sums and the like."""
+    """What a norm's input comes from, past sums and the like, other than layers and norms."""
     seen, steps = set[Call](), [call]
     while steps:
         for source in steps.pop().inputs:

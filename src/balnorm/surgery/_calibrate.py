@@ -1,4 +1,4 @@
-"""Let the layers of a converted network give what the trained one gave, channel by channel, without labels."""
+"""Match the layers of a converted network to those of the trained one, channel by channel, without labels."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["match", "measure", "one_batch"]
 
 
 class Target(NamedTuple):
-    """What an output channel was: its mean and standard deviation (negative where the norm turned it round)."""
+    """The mean and standard deviation that an output channel had (negative where the norm flipped its sign)."""
 
     mean: Tensor
     std: Tensor
 
 
 def one_batch(calibrate: Any, model: nn.Module) -> Tensor:
-    """The input of a batch, or those of all batches of a loader together."""
+    """The input of a batch, or of all batches of a loader together."""
     first = calibrate[0] if isinstance(calibrate, (tuple, list)) and calibrate else calibrate
     if isinstance(first, Tensor):
         return input_of_batch(first, model)
@@ -39,7 +39,7 @@ def one_batch(calibrate: Any, model: nn.Module) -> Tensor:
 
 
 def measure(model: nn.Module, decisions: Mapping[nn.Module, Decision], x: Tensor) -> dict[nn.Module, Target]:
-    """For every layer that will be balanced, what its channels give in eval mode: behind the norm that follows it."""
+    """The outputs in eval mode of every layer that will be balanced, behind the norm that follows it, by channel."""
     targets: dict[nn.Module, Target] = {}
 
     def behind_norm(layer: nn.Module, norm: _BatchNorm) -> Any:
@@ -77,7 +77,7 @@ def measure(model: nn.Module, decisions: Mapping[nn.Module, Decision], x: Tensor
 
 
 def match(model: nn.Module, targets: Mapping[BalNormLayer, Target], x: Tensor) -> None:
-    """Set gain, bias and running mass of each balanced layer, in the order of the data flow, to meet its target."""
+    """Set the gain, bias and running mass of each balanced layer to meet its target, in the order of the data flow."""
     found: dict[BalNormLayer, dict[str, Tensor]] = {}
 
     def action(layer: BalNormLayer, input: Tensor, output_size: Any) -> None:

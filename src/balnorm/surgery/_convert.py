@@ -35,7 +35,7 @@ class ConversionRow(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What :func:`convert` did with every convolution and BatchNorm, and why it left the others. Prints as a table."""
+    """What :func:`convert` did with every convolution and BatchNorm, and why. Prints as a table."""
 
     rows: tuple[ConversionRow, ...]
 
@@ -46,12 +46,12 @@ class ConversionReport:
 
     @property
     def removed(self) -> list[str]:
-        """Names of the BatchNorms that are gone."""
+        """Names of the BatchNorms that were removed."""
         return [row.layer for row in self.rows if row.action == "removed"]
 
     @property
     def kept(self) -> list[str]:
-        """Names of the layers and BatchNorms that stay what they are."""
+        """Names of the layers and BatchNorms that stay."""
         return [row.layer for row in self.rows if row.action == "kept"]
 
     def __str__(self) -> str:
@@ -79,23 +79,22 @@ def convert(
     A BatchNorm belongs to the layer that it follows *in the data flow*: the layer's output goes to it and nowhere else.
     In a pre-activation network, where a norm follows a sum, it belongs to the convolutions that it feeds. The norm
     becomes an :class:`~torch.nn.Identity`, or the activation and dropout of timm's ``BatchNormAct2d``. Linear layers
-    with a BatchNorm are converted too, given an ``example_input``. What cannot be attributed stays, and the report says
-    why.
+    with a BatchNorm are converted too, if you give an ``example_input``. Anything else stays, and the report says why.
 
     A balanced layer keeps the weight, as the same parameter object, and takes over the scale (as its gain), shift,
-    momentum and synchronisation of the norm that followed. A balanced layer does not compute what the pair computed. A
-    trained network survives with ``calibrate``: gains, biases and statistics are then set so that every output channel
-    has the mean and the standard deviation that it had, and most of the accuracy stays; training on brings back more.
-    Layers whose input can be negative, as far as the data flow tells, get ``signed_input=True``. Convert first; make
-    the optimiser, wrap in DDP and compile then.
+    momentum and synchronisation of the norm that followed. It does not compute what the pair computed. For a trained
+    network, use ``calibrate``: it sets gains, biases and statistics so that every output channel keeps its mean and
+    standard deviation. Most of the accuracy remains, and further training recovers more. Layers whose input can be
+    negative, according to the data flow, get ``signed_input=True``. Convert first; then create the optimiser, wrap the
+    model in DDP and compile it.
 
     Args:
         model: any module. It is changed in place (unless ``dry_run``) and returned.
-        example_input: a batch, or a tuple of arguments, that the model can be run on: needed where the model cannot be
-            traced symbolically, and for linear layers. Layers that get the model's input count as signed unless an
-            example without negative values shows otherwise.
-        skip: names of modules to leave alone, with all that is inside them; ``*`` and ``?`` as in file names.
-        include: names, likewise, of layers to balance even though they have no BatchNorm, such as the transposed
+        example_input: a batch, or a tuple of arguments, to run the model on. It is needed for linear layers, and if the
+            model cannot be traced symbolically. Layers that get the model's input count as signed unless an example
+            without negative values shows otherwise.
+        skip: names of modules to leave alone, with everything inside them; ``*`` and ``?`` work as in file names.
+        include: names, in the same form, of layers to balance even without a BatchNorm, such as the transposed
             convolutions of a U-Net.
         calibrate: unlabelled data of the kind that a trained ``model`` was trained on: a batch, or a loader whose
             batches are taken together (a few hundred samples are enough). Behind a norm that follows its layer, the
@@ -103,7 +102,7 @@ def convert(
         strict: raise a ValueError, and change nothing, if a BatchNorm would stay (other than by ``skip``), or if there
             is nothing to balance. Without it, the latter is a warning.
         dry_run: only report.
-        **options: for every balanced layer, e.g. ``mass="position"`` or ``one_pass=False``; they override what comes
+        **options: for every balanced layer, e.g. ``mass="position"`` or ``one_pass=False``; they override those taken
             from the norm. See :class:`~balnorm.BalNormConv2d`.
 
     Example:
@@ -150,7 +149,7 @@ def convert(
 
 
 class _Conversion(tuple[Any, Any]):
-    """A model and a report, which says so to those who take it for the model."""
+    """A model and a report; an error explains this to anyone who uses the pair as the model."""
 
     __slots__ = ()
     _message = "convert returns two things: write model, report = convert(model)"
@@ -163,7 +162,7 @@ class _Conversion(tuple[Any, Any]):
 
 
 def _why_nothing(decisions: Mapping[nn.Module, Decision], left: Sequence[str]) -> str | None:
-    """Why there is nothing to balance, unless that was asked for, or was done before."""
+    """Why there is nothing to balance, unless the caller asked for that or the model is balanced already."""
     if any(isinstance(it, BalNormLayer) or isinstance(decision, Balanced) for it, decision in decisions.items()):
         return None
     if left:

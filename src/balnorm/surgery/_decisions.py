@@ -1,4 +1,4 @@
-"""What becomes of a layer or a norm, as data. :func:`explain` puts it into words, and nothing is decided by those."""
+"""What becomes of a layer or a norm, as data. :func:`explain` puts it into words; no code depends on the words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Action = Literal["balanced", "removed", "kept"]
 
 
 class Place(Enum):
-    """Where a norm stands, seen from a layer that is balanced; the value says so in a report, of the norm ``{}``."""
+    """Where a norm stands, seen from a balanced layer. The value is the wording of the report for the norm ``{}``."""
 
     FOLLOWS = "{} follows it"
     FEEDS = "{} feeds it"
@@ -24,7 +24,7 @@ class Place(Enum):
 
 
 class Reason(Enum):
-    """Why a module stays what it is; the value says so in a report, of ``{}``, which the reason is about."""
+    """Why a module stays. The value is the wording of the report; ``{}`` is what the reason is about."""
 
     # What cannot be touched, whatever surrounds it
     SKIPPED = "skipped, as asked"
@@ -60,12 +60,12 @@ class Because:
     reason: Reason
     about: nn.Module | type[nn.Module] | str = ""
     which_stays: Because | None = None
-    """Why the module that it is about has to stay, where that is the reason."""
+    """Why the module that it is about has to stay, if that is the reason."""
 
 
 @dataclass(frozen=True)
 class Balanced:
-    """A layer becomes a balanced one, and does the work of a norm, if there is one."""
+    """A layer becomes balanced, and does the work of its norm, if it has one."""
 
     action: ClassVar[Action] = "balanced"
     norm: nn.Module | None
@@ -76,24 +76,24 @@ class Balanced:
 
 @dataclass(frozen=True)
 class Removed:
-    """A norm goes: it follows these layers, or feeds them."""
+    """A norm is removed: it follows these layers, or feeds them."""
 
     action: ClassVar[Action] = "removed"
     place: Place
     layers: tuple[nn.Module, ...]
     in_place: tuple[nn.Module, ...] = ()
-    """Activations that work in place on what the norm gave them, and without it would change what it was given."""
+    """Activations that work in place on the norm's output; without the norm they would overwrite its input."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A layer or a norm stays what it is."""
+    """A layer or a norm stays."""
 
     action: ClassVar[Action] = "kept"
     because: tuple[Because, ...]
 
     def depends_on(self, reason: Reason) -> bool:
-        """Whether this is a reason, for the module itself or for one that it has to stay with."""
+        """Whether this is a reason, for the module itself or for one that keeps it in place."""
         causes = [cause for because in self.because for cause in (because, because.which_stays) if cause]
         return any(cause.reason is reason for cause in causes)
 
@@ -102,7 +102,7 @@ Decision = Balanced | Removed | Kept
 
 
 def explain(decision: Decision, names: Mapping[nn.Module, str]) -> str:
-    """Why it was decided so, in the words of a report."""
+    """The reason for the decision, in the words of a report."""
     if isinstance(decision, Balanced):
         why = decision.place.value.format(names[decision.norm] if decision.norm else "")
         return f"{why}, its input can be negative" if decision.signed else why

@@ -47,7 +47,7 @@ class Call:
     in_place: bool = False
     """Whether it may write into its input."""
     dimensions: int | None = None
-    """How many the output has, where that was seen."""
+    """How many dimensions the output has, if that was observed."""
 
 
 class Flow:
@@ -81,7 +81,7 @@ class Flow:
 
 
 def data_flow(model: nn.Module, example_input: Tensor | tuple[Any, ...] | list[Any] | None = None) -> Flow:
-    """The data flow of ``model``: traced if it can be, else recorded while it runs on ``example_input``.
+    """The data flow of ``model``: traced if possible, otherwise recorded while it runs on ``example_input``.
 
     Inputs count as not negative unless ``example_input`` shows that they are. The model is left as it was.
     """
@@ -201,7 +201,7 @@ def _asks_for_in_place(node: fx.Node, name: str) -> bool:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """Notes every operation on tensors, and counts a leaf module as one.
+    """Records every operation on tensors; a leaf module counts as one operation.
 
     A value is known by the memory that it occupies: views of the same elements are the same value, and an operation
     in place gives the memory, in whatever view, a new origin.
@@ -257,7 +257,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
 
 
 def recorded(model: nn.Module, arguments: tuple[Any, ...]) -> Flow:
-    """Run ``model`` once in eval mode and note what happens. Use it inside ``undisturbed``."""
+    """Run ``model`` once in eval mode and record what happens. Use it inside ``undisturbed``."""
     flow = Flow()
     recorder = _Recorder(flow)
 

@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
     """Replace every balanced layer by the plain torch layer with the same output in eval mode.
 
-    The result needs no balnorm to be used or unpickled, and costs what an unnormalised network costs. Its
-    weights are those for ``running_mass`` (see :func:`update_stats`), so it is for inference: training it would train
-    without normalisation. The names of the folded layers go to the log, at level INFO.
+    You can use and unpickle the result without balnorm, and it costs what an unnormalised network costs. Its weights
+    are balanced for ``running_mass`` (see :func:`update_stats`). It is for inference: trained further, it would be a
+    network without normalisation. The names of the folded layers are logged at level INFO.
 
     Args:
-        model: any module with balanced layers; without any, it is returned as it is.
-        inplace: change ``model`` itself rather than a copy.
+        model: any module with balanced layers; a module without any is returned unchanged.
+        inplace: change ``model`` itself, not a copy.
 
     Example:
         >>> from balnorm import BalNormConv2d

@@ -1,4 +1,4 @@
-"""Handling a whole model: run it without a trace, and put new modules into the places of old ones."""
+"""Helpers for whole models: run one without side effects, and replace modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Whatever a forward pass inside does to the model (mode, buffers, attributes) or to the random state is undone."""
+    """Undo whatever a forward pass inside does to the model (mode, buffers, attributes) or to the random state."""
     modules = list(model.modules())
     attributes = [
         {name: dict(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
@@ -48,7 +48,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def input_of_batch(batch: Any, model: nn.Module, otherwise: str = "") -> Tensor:
-    """The model's input, from what a loader gives: a tensor, or a tuple or list that starts with one."""
+    """The model's input in a loader's batch: a tensor, or the first item of a tuple or list."""
     x = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if not isinstance(x, Tensor):
         expected = "a batch must be a tensor, or a tuple or list that starts with one"
@@ -58,7 +58,7 @@ def input_of_batch(batch: Any, model: nn.Module, otherwise: str = "") -> Tensor:
 
 
 def replace_modules(model: ModelT, new: dict[nn.Module, nn.Module]) -> ModelT:
-    """Put new modules into the places of old ones, under every name that they have, in plain lists and tuples too."""
+    """Replace old modules by new ones, under every name that they have, in plain lists and tuples too."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child in new:
@@ -70,7 +70,7 @@ def replace_modules(model: ModelT, new: dict[nn.Module, nn.Module]) -> ModelT:
 
 
 def _with_new(value: Any, new: dict[nn.Module, nn.Module]) -> Any:
-    """``value`` with new modules in the places of old ones; lists and dictionaries remain the same objects."""
+    """``value`` with old modules replaced by new ones; lists and dictionaries remain the same objects."""
     if isinstance(value, nn.Module):
         return new.get(value, value)
     if isinstance(value, list):

@@ -13,7 +13,7 @@ __all__ = ["param_groups"]
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The trainable parameters for an optimiser, with weight decay on weights only.
 
-    Gains, biases, the parameters of normalisation layers and all others with fewer than two dimensions get none.
+    Gains, biases, the parameters of normalisation layers, and all others with fewer than two dimensions get none.
 
     Example:
         >>> import torch

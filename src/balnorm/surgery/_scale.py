@@ -1,4 +1,4 @@
-"""Set the constants of balanced layers by what a batch of data shows."""
+"""Set the output scales of balanced layers from a batch of data."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def scale_to_data(model: nn.Module, batch: Any) -> dict[str, float]:
     """Measure the ``output_scale`` of every balanced layer on a batch, so that its outputs have variance 1.
 
     The default, ``output_scale="unit_variance"``, assumes inputs like rectified Gaussians. Where means are large
-    against deviations, as behind a sigmoid or softplus, outputs come out far too small and the network does not train.
-    This sets each layer's scale in the order of the data flow, in one forward pass. Gains, biases, weights and
-    statistics stay what they are. Call it once, before training, and before averages of the weights or a DDP wrapper
-    are made; a state dict carries the scales. Where torch.distributed is initialised, all processes get the same
-    scales, from all their batches together.
+    compared with deviations, as behind a sigmoid or softplus, outputs are far too small and the network does not train.
+    This function sets each layer's scale in the order of the data flow, in one forward pass. It does not change gains,
+    biases, weights or statistics. Call it once, before training, and before you average weights or wrap the model in
+    DDP; the state dict contains the scales. If torch.distributed is initialised, all processes get the same scales,
+    from all their batches together.
 
     It does not help everywhere: where most taps of a kernel meet padding (3x3 kernels on single pixels), large measured
     scales made training less stable.
 
     Args:
         model: any module with balanced layers.
-        batch: a tensor, or a tuple or list that starts with one: a batch as in training, a few hundred samples.
+        batch: a few hundred samples, as in training: a tensor, or a tuple or list that starts with one.
 
     Returns:
-        The scale of each layer by its name. A layer that the batch does not reach keeps its scale, and is not in it.
+        The scale of each layer by its name. A layer that the batch does not reach keeps its scale and is left out.
 
     Example:
         >>> from balnorm import BalNormConv2d
@@ -103,7 +103,7 @@ def before_each_layer(model: nn.Module, action: Callable[[BalNormLayer, Tensor, 
 
 
 def balanced_output(layer: BalNormLayer, x: Tensor, output_size: Any = None) -> Tensor:
-    """What a layer gives for a batch with its output scale, but with gains of 1 and no bias."""
+    """The output of a layer for a batch with its output scale, but with gains of 1 and no bias."""
     plan = layer_plan(layer, x, output_size)
     ones = torch.ones_like(layer.gain)
     return conv.balanced_conv(x, layer.weight, None, ones, layer.output_scale, plan, True, None, None)

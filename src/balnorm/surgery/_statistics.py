@@ -20,19 +20,19 @@ def update_stats(
 ) -> None:
     """Re-estimate the running mass of every balanced layer, exactly, over the batches of ``loader``.
 
-    For models whose weights were not those of the training steps: averaged ones (EMA, SWA, schedule-free) or edited
-    ones. Afterwards ``running_mass`` is the mass of all samples together, whatever the sizes of the batches, and
-    summed over all processes where :mod:`torch.distributed` is initialised. The model runs as it is evaluated, but its
-    balanced layers use each batch's own mass, as in training. Layers with frozen statistics keep them. If it fails, the
-    statistics are what they were.
+    Use it when the weights are not those of the training steps: averaged (EMA, SWA, schedule-free) or edited.
+    Afterwards ``running_mass`` is the mass of all samples together, whatever the sizes of the batches; if
+    :mod:`torch.distributed` is initialised, that of all processes. The model runs in eval mode, but its balanced layers
+    use each batch's own mass, as in training. Layers with frozen statistics keep them. If an error occurs, no
+    statistics change.
 
-    BatchNorm layers in the same model are left alone: call :func:`torch.optim.swa_utils.update_bn` for them first.
+    It does not update BatchNorm layers in the same model: call :func:`torch.optim.swa_utils.update_bn` for them first.
 
     Args:
-        loader: gives batches: tensors, or tuples or lists whose first item is the model's input.
+        loader: an iterable of batches: tensors, or tuples or lists whose first item is the model's input.
         model: any module, with or without ``AveragedModel`` around it.
-        forward: runs the model on a batch of another kind, as in ``lambda model, batch: model(batch["image"])``; it has
-            to bring the batch to the model's device, too. What it returns is not used.
+        forward: runs the model on a batch of another kind, as in ``lambda model, batch: model(batch["image"])``; it
+            must also move the batch to the model's device. Its result is not used.
 
     Example:
         >>> from balnorm import BalNormConv2d
@@ -80,7 +80,7 @@ def update_stats(
 
 
 class _MassSum:
-    """The mass of many batches together: that of each, by the number of outputs that it is an average over."""
+    """The mass of many batches together: each one's, weighted by the number of outputs that it is an average over."""
 
     def __init__(self, layer: BalNormLayer) -> None:
         assert layer.running_mass is not None
@@ -95,7 +95,7 @@ class _MassSum:
         layer.reset_running_stats()
 
     def after(self, layer: BalNormLayer, _: Any, output: Tensor) -> None:
-        """Take up what the layer has just tracked; it has not counted a batch that is empty or not finite."""
+        """Add what the layer has just tracked; it does not count a batch that is empty or not finite."""
         assert layer.running_mass is not None
         assert layer.num_batches_tracked is not None
         outputs = layer.num_batches_tracked * (output.numel() // layer.gain.numel())
@@ -112,9 +112,9 @@ class _MassSum:
 
 
 def freeze_stats(model: ModelT) -> ModelT:
-    """Let every balanced layer use its running mass and leave it alone, in training mode too, and return the model.
+    """Make every balanced layer use its running mass without updating it, in training mode too; return the model.
 
-    Unlike ``eval()`` this survives ``train()``. For fine-tuning on few samples.
+    Use it for fine-tuning on few samples. Unlike ``eval()``, it survives ``train()``.
 
     Example:
         >>> from balnorm import BalNormConv2d
