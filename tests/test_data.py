@@ -312,6 +312,11 @@ def test_crop_and_flip_is_padding_cutting_and_mirroring(padding, height, width, 
         assert torch.equal(result[i], expected.flip(2) if moves.flip[i] else expected)
 
 
+def test_every_key_has_random_numbers_of_its_own():
+    assert len({generator(seed, epoch).initial_seed() for seed in range(40) for epoch in range(50)}) == 2000
+    assert generator(1, 2).initial_seed() == generator(1, 2).initial_seed()
+
+
 def test_moves_are_uniform():
     moves = draw_moves(9000, 4, True, generator(0))
     for shift in (moves.down, moves.right):

@@ -120,7 +120,8 @@ def test_the_papers_numbers():
 
 def test_one_cycle_is_the_papers():
     recipe = get_recipe("cifar10-short")
-    expected = {0: (0.1, 0.95), 6.5: (0.3, 0.90), 13: (0.5, 0.85), 26: (0.1, 0.85), 30: (0.001, 0.85)}
+    expected = {0: (0.1, 0.95), 6.5: (0.3, 0.90), 13: (0.5, 0.85), 13.65: (0.48, 0.855), 26: (0.1, 0.85)}
+    expected |= {28: (0.0505, 0.85), 30: (0.001, 0.85)}
     for epoch, (lr, momentum) in expected.items():
         assert rates(recipe, epoch) == pytest.approx((lr, momentum))
     assert rates(recipe, 25.999) == pytest.approx((0.1, 0.95), rel=1e-3)
