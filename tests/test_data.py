@@ -524,6 +524,24 @@ def test_an_image_that_breaks_off_between_its_chunks_is_corrupt_too(folder):
     assert list(loader.skipped) == [bad]
 
 
+def test_a_batch_of_nothing_but_corrupt_images_is_left_out_of_a_test(folder):
+    bad = [folder / "val" / "blue" / f"{i}.{suffix}" for i, suffix in enumerate(("jpg", "png", "JPEG"))]
+    for path in bad:
+        path.write_bytes(b"not an image")
+    loader = FolderLoader(ImageFolder.scan(folder, "test"), 3, training=False, size=16, workers=0, skip_corrupt=True)
+    assert [labels.tolist() for _, labels in loader.epoch(0)] == [[1, 1, 1], [2, 2, 2]]
+    assert list(loader.skipped) == bad
+
+
+@pytest.mark.parametrize(
+    ("split", "name"), [("train", "training"), ("test", "test"), ("test", "valid"), ("test", "validation")]
+)
+def test_folders_have_one_of_several_names(folder, split, name):
+    before = ImageFolder.scan(folder, split)
+    (folder / {"train": "train", "test": "val"}[split]).rename(folder / name)
+    assert len(ImageFolder.scan(folder, split).labels) == len(before.labels) > 0
+
+
 def test_folders_take_limits_and_say_what_is_missing(folder):
     assert np.bincount(ImageFolder.scan(folder, "train", limit=6).labels).tolist() == [2, 2, 2]
     with pytest.raises(DataError, match="has no folder train or training"):

@@ -634,7 +634,7 @@ def test_two_processes_measure_one_scale(tmp_path):
     process = torchrun(*arguments, "--out", str(tmp_path / "two"))
     recipe = replace(SMALL, epochs=1, sync_stats=True, scale_to_data=True)
     train(recipe, tmp_path / "one", show=False)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, output
     one, two = (scales(weights(tmp_path / name)[0]) for name in ("one", "two"))
     torch.testing.assert_close(two, one, rtol=1e-4, atol=0.0)
