@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import balnorm.functional as BF
 from balnorm import BalNormConv2d, balance_report, convert, fold, scale_to_data, update_stats
+from balnorm.core import torch_private
 from cases import small_network
 
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -69,6 +70,16 @@ def synchronised_is_one_process(rank, mass, shares):
             torch.testing.assert_close(ours, whole, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def sums_in_older_torch_have_gradients(rank):
+    """In the place of torch's own collectives, whose gradients are wrong there."""
+    have, torch_private.COLLECTIVES_HAVE_GRADIENTS = torch_private.COLLECTIVES_HAVE_GRADIENTS, False
+    try:
+        synchronised_is_one_process(rank, "position", (5, 3))
+        second_derivatives_are_synchronised(rank)
+    finally:
+        torch_private.COLLECTIVES_HAVE_GRADIENTS = have
+
+
 def second_derivatives_are_synchronised(rank):
     layer = BalNormConv2d(3, 4, 3, sync_stats=True).double()
     single = copy.deepcopy(layer)
@@ -117,7 +128,7 @@ def synchronised_statistics_compile(rank):
     torch._dynamo.reset()
     eager = small_network(sync_stats=True).double()
     model = copy.deepcopy(eager)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=torch_private.COLLECTIVES_HAVE_GRADIENTS)
     x = torch.rand(2, 3, 6, 6).double() * (rank + 1)
     for m in (compiled, eager):
         m(x).square().sum().backward()
@@ -195,6 +206,7 @@ CHECKS |= {
     check.__name__: check
     for check in (
         second_derivatives_are_synchronised,
+        sums_in_older_torch_have_gradients,
         a_process_group_limits_the_synchronisation,
         two_forwards_before_one_backward_under_ddp,
         statistics_are_per_process_by_default,

@@ -201,8 +201,16 @@ def test_what_is_in_use_can_be_asked_for():
 
 
 def test_without_torch_s_threads_there_is_one(monkeypatch):
+    """As in versions of torch whose library has no torch_parallel_for, which is looked up here in a library without."""
     monkeypatch.setattr(torch, "__file__", "/nowhere/torch/__init__.py")
     assert torch_private.thread_pool() is None
+    monkeypatch.setattr(torch_private.ctypes, "CDLL", lambda _: object())
+    assert torch_private.thread_pool() is None
+    monkeypatch.undo()
+    monkeypatch.setattr(native, "thread_pool", lambda: None)
+    library, status = native._load()
+    assert library is not None
+    assert status == f"native, on one thread: torch {torch.__version__} does not lend its own"
 
 
 def test_a_library_that_is_missing_or_broken_is_said(monkeypatch, tmp_path):

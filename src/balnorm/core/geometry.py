@@ -40,7 +40,20 @@ class Geometry(NamedTuple):
         """The geometry that is left once the input has been padded."""
         none = ((0, 0),) * len(self.kernel)
         before = (0,) * len(self.kernel)
-        return self._replace(padding=none, padding_mode="zeros", pads_beforehand=False, padding_before=before)
+        # not _replace(), which torch 2.4 cannot compile
+        return Geometry(
+            self.kernel,
+            self.stride,
+            none,
+            self.dilation,
+            self.groups,
+            "zeros",
+            self.transposed,
+            self.output_padding,
+            pads_beforehand=False,
+            is_pointwise=self.is_pointwise,
+            padding_before=before,
+        )
 
     def output_size(self, size: Sequence[int]) -> tuple[int, ...]:
         if self.transposed:

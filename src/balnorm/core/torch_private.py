@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
+    "COLLECTIVES_HAVE_GRADIENTS",
     "apply_function",
     "is_batched_gradient",
     "recomputing",
@@ -71,7 +72,34 @@ def sum_over_processes(values: Tensor, group: ProcessGroup | None) -> Tensor:
     from torch.distributed._functional_collectives import all_reduce
     from torch.distributed.distributed_c10d import _get_default_group
 
-    return cast(Tensor, all_reduce(values, "sum", group if group is not None else _get_default_group()))
+    group = group if group is not None else _get_default_group()
+    if COLLECTIVES_HAVE_GRADIENTS:
+        return cast(Tensor, all_reduce(values, "sum", group))
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot compile sync_stats=True, because its collectives have no gradient: use "
+            "torch 2.13 or newer, or do not compile this layer"
+        )
+    return cast(Tensor, _Sum.apply(values, group))  # type: ignore[no-untyped-call]
+
+
+# In torch 2.7 they have none, and it does not say so: the gradients are wrong.
+COLLECTIVES_HAVE_GRADIENTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over processes, whose gradient is the sum of the processes' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = values.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return cast(Tensor, _Sum.apply(gradient, ctx.group)), None  # type: ignore[no-untyped-call]
 
 
 def storage_key(tensor: Tensor) -> int:
