@@ -431,6 +431,10 @@ def test_batches_are_channels_last_and_standardised():
 def test_bad_options_fail_at_once():
     with pytest.raises(ValueError, match="batch_size must be from 1 to 100 for 100 images, got 101"):
         MemoryLoader(images_of(), 101, training=True)
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        MemoryLoader(images_of(), 0, training=False)
+    with pytest.raises(ValueError, match="seed must not be negative, got -1"):
+        MemoryLoader(images_of(), 10, training=True, seed=-1)
     with pytest.raises(ValueError, match="rank must be from 0 to 1, got 2"):
         MemoryLoader(images_of(), 10, training=True, rank=2, world=2)
     with pytest.raises(ValueError, match="standardized pixels need"):
@@ -546,6 +550,9 @@ def test_folders_take_limits_and_say_what_is_missing(folder):
     assert np.bincount(ImageFolder.scan(folder, "train", limit=6).labels).tolist() == [2, 2, 2]
     with pytest.raises(DataError, match="has no folder train or training"):
         ImageFolder.scan(folder / "train", "train")
+    (folder / "empty" / "train").mkdir(parents=True)
+    with pytest.raises(DataError, match="empty/train has no folders: put the images of each class"):
+        ImageFolder.scan(folder / "empty", "train")
     (folder / "val" / "yellow").mkdir()
     with pytest.raises(DataError, match=r"has classes that are not in .*: yellow"):
         ImageFolder.scan(folder, "test")

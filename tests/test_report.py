@@ -436,6 +436,8 @@ def test_mistakes_are_answered_in_a_sentence(study, tmp_path_factory, capsys):
     }.items():
         assert main(list(arguments)) == 2
         assert answer in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"formats must be of .*svg.*, got gif"):
+        write_report([study], empty / "report", formats=["svg", "gif"])
     blocked = empty / "file"
     blocked.write_text("")
     assert main(["report", str(study), "--out", str(blocked)]) == 1

@@ -19,7 +19,7 @@ import held
 from balnorm.cli import main
 from balnorm.recipes import get_recipe
 from balnorm.study.display import Display, clock
-from balnorm.study.executors import LocalExecutor, Outcome
+from balnorm.study.executors import LocalExecutor, Outcome, StudyError
 from balnorm.study.grid import Setting, plan, settings_of, state_of
 from balnorm.study.runner import run_study
 from balnorm.training.run import Run
@@ -68,6 +68,13 @@ def test_the_grid_is_every_combination_seed_by_seed(tmp_path):
 def test_a_wrong_grid_is_refused(tmp_path, norms, seeds, vary, problem):
     with pytest.raises(ValueError, match=problem):
         plan(DIGITS, tmp_path, norms, seeds, vary)
+
+
+def test_a_folder_is_for_one_run(tmp_path):
+    members = plan(DIGITS, tmp_path, ["balnorm"], 1, {})
+    with pytest.raises(StudyError, match=r"two runs have the folder .*balnorm-seed0"):
+        run_study([*members, *members], LocalExecutor(1), root=tmp_path, threads=1)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_settings_name_what_varies_and_nothing_else():

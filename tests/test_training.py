@@ -28,7 +28,7 @@ from balnorm.training.images import make_loaders
 from balnorm.training.processes import Processes
 from balnorm.training.run import Run, RunError, read_metrics
 from balnorm.training.schedules import Rates, rates
-from balnorm.training.trainer import Trainer, make_model, make_optimizer, set_rates, train
+from balnorm.training.trainer import Position, Trainer, make_model, make_optimizer, set_rates, train
 from held import PATIENCE, gate, train_and_die, wait_until
 
 pytestmark = [
@@ -476,6 +476,39 @@ def test_devices():
             pass
     with pytest.raises(ValueError, match="needs GPUs"):
         train(replace(SMALL, norm="batchnorm", sync_stats=True), "nowhere", device="cpu", show=False)
+
+
+def test_each_process_of_a_machine_takes_its_own_gpu(monkeypatch):
+    from balnorm.training.processes import _place
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)  # there is one
+    assert _place(None, local=1, world=2) == _place("cuda", local=1, world=2) == torch.device("cuda", 1)
+    assert _place("cuda:3", local=0, world=1) == torch.device("cuda", 3)
+    with pytest.raises(ValueError, match="give device cuda, not 'cuda:3', for several processes"):
+        _place("cuda:3", local=1, world=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epoch": -1}, "there is no epoch -1, step 3"),
+        ({"epoch": 3}, "there is no epoch 3, step 3"),
+        ({"epoch": 1.0}, "there is no epoch 1.0, step 3"),
+        ({"step": 11}, "there is no epoch 2, step 11"),
+        ({"step": -1}, "there is no epoch 2, step -1"),
+        ({"diverged": 1}, "there is no epoch 2, step 3"),
+        ({"seconds": -1.0}, "an epoch cannot take -1.0 seconds"),
+        ({"seconds": float("nan")}, "an epoch cannot take nan seconds"),
+        ({"sums": torch.zeros(3)}, "its sums are not those of an epoch"),
+        ({"sums": torch.zeros(2).double()}, "its sums are not those of an epoch"),
+    ],
+)
+def test_a_position_that_a_run_cannot_have_is_refused(change, message):
+    position = {"epoch": 2, "sums": torch.zeros(3).double(), "step": 3, "seconds": 1.0}
+    Position(**position).check(epochs=2, steps=10)
+    with pytest.raises(ValueError, match=message):
+        Position(**{**position, **change}).check(epochs=2, steps=10)
 
 
 # --------------------------------------------------------------------------------------------------------------------
