@@ -106,6 +106,23 @@ def test_cifar10_from_packed_files(cifar10, monkeypatch, packing):
     assert np.array_equal(load("cifar10", root, "train").images, images[:100])
 
 
+def test_what_is_unpacked_is_read_whatever_the_archive_is(cifar10):
+    root, images, _ = cifar10
+    (root / "cifar-10-binary.tar.gz").write_bytes(b"a download that broke off")
+    assert np.array_equal(load("cifar10", root, "train").images, images[:100])
+
+
+def test_a_file_that_may_not_be_read_gives_one_sentence(cifar10, monkeypatch):
+    def forbidden(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", forbidden)
+    with pytest.raises(
+        DataError, match=r"data_batch_1.bin cannot be read \(Permission denied\): check its permissions"
+    ):
+        load("cifar10", cifar10[0], "train")
+
+
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "truncated xz"])
 def test_a_damaged_file_gives_one_sentence(cifar10, damage):
     root, _, _ = cifar10
