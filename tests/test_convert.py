@@ -276,6 +276,14 @@ def test_a_norm_without_scale_and_shift_leaves_none():
     assert [name for name, _ in layer.named_parameters()] == ["weight"]
 
 
+def test_a_layer_that_such_a_norm_feeds_has_a_gain_of_its_own():
+    block = PreActivationBlock(8, 8)
+    block.norm1, block.norm2 = nn.BatchNorm2d(8, affine=False), nn.BatchNorm2d(8, affine=False)
+    convert(nn.Sequential(conv(3, 8), block))
+    assert not isinstance(block.conv1.gain, nn.Parameter)  # norm2 follows it, and had none
+    assert isinstance(block.conv2.gain, nn.Parameter)
+
+
 def test_a_gain_that_is_not_to_be_learned_gets_no_gradient():
     """It was a buffer that required a gradient."""
     layer = convert(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4)), affine=False)[0][0]
