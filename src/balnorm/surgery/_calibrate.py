@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from balnorm.core import conv
-from balnorm.layers import BalNormLayer, layer_plan
+from balnorm.layers import BalNormLayer, layer_geometry, layer_plan
 from balnorm.surgery._decisions import Balanced, Decision, Place
 from balnorm.surgery._model import input_of_batch, undisturbed
 from balnorm.surgery._scale import balanced_output, before_each_layer
 
 __all__ = ["match", "measure", "one_batch"]
 
+_AT_ONCE = 64  # samples whose inputs are laid out as a matrix at a time
+_POSITIONS = 64  # of every sample that are looked at
+_LARGEST = 8192  # weights of an output channel: the covariance has as many rows
+_RIDGE = 0.1  # how strongly weights are held to what they were, relative to the variance of the inputs
+
 
 class Target(NamedTuple):
-    """The mean and standard deviation that an output channel had (negative where the norm flipped its sign)."""
+    """What a layer gave, with the norm that followed it."""
 
     mean: Tensor
+    """Of each output channel."""
     std: Tensor
+    """Of each output channel; negative where the norm flipped its sign."""
+    scale: Tensor
+    """What the norm multiplied each output channel with, or ones."""
+    samples: Tensor
+    """Outputs at some positions of every sample, (N, positions, D)."""
 
 
 def one_batch(calibrate: Any, model: nn.Module) -> Tensor:
@@ -49,15 +62,17 @@ def measure(model: nn.Module, decisions: Mapping[nn.Module, Decision], x: Tensor
                 centre, width = norm.running_mean.double(), (norm.running_var.double() + norm.eps).sqrt()
             else:
                 centre, width = mean, (std.square() + norm.eps).sqrt()
-            scale = 1.0 if norm.weight is None else norm.weight.double()
-            shift = 0.0 if norm.bias is None else norm.bias.double()
-            targets[layer] = Target((mean - centre) / width * scale + shift, std / width * scale)
+            scale = 1.0 / width if norm.weight is None else norm.weight.double() / width
+            shift = -centre * scale if norm.bias is None else norm.bias.double() - centre * scale
+            samples = _outputs(args[0]) * scale + shift
+            targets.setdefault(layer, Target(mean * scale + shift, std * scale, scale, samples))
 
         return norm.register_forward_pre_hook(hook)
 
     def behind_layer(layer: nn.Module) -> Any:
         def hook(_: nn.Module, __: Any, output: Tensor) -> None:
-            targets[layer] = Target(*_statistics(output))
+            mean, std = _statistics(output)
+            targets.setdefault(layer, Target(mean, std, torch.ones_like(mean), _outputs(output)))
 
         return layer.register_forward_hook(hook)
 
@@ -77,20 +92,30 @@ def measure(model: nn.Module, decisions: Mapping[nn.Module, Decision], x: Tensor
 
 
 def match(model: nn.Module, targets: Mapping[BalNormLayer, Target], x: Tensor) -> None:
-    """Set the gain, bias and running mass of each balanced layer to meet its target, in the order of the data flow."""
+    """Let each balanced layer, in the order of the data flow, give what its target gave, as nearly as it can.
+
+    Every channel gets the mean and the standard deviation of its target, by gain and bias; where the layer's inputs can
+    be laid out as a matrix, it gets the balanced weight of least squared error instead. Either way the layer's input is
+    that of the converted network, so that a layer makes up for what those before it have changed.
+    """
     found: dict[BalNormLayer, dict[str, Tensor]] = {}
+    users = Counter(layer.weight for layer in model.modules() if isinstance(layer, BalNormLayer))
 
     def action(layer: BalNormLayer, input: Tensor, output_size: Any) -> None:
         values = {}
+        mass = conv.input_mass(input, layer_plan(layer, input, output_size))
         if layer.running_mass is not None:
-            values["running_mass"] = conv.input_mass(input, layer_plan(layer, input, output_size))
+            values["running_mass"] = mass
         if layer in targets:
+            target = targets[layer]
             mean, std = _statistics(balanced_output(layer, input, output_size))
             alive = std > 0
-            gain = torch.where(alive, targets[layer].std / torch.where(alive, std, 1.0), layer.gain.double())
+            gain = torch.where(alive, target.std / torch.where(alive, std, 1.0), layer.gain.double())
             values["gain"] = gain
             if layer.bias is not None:
-                values["bias"] = targets[layer].mean - gain * mean
+                values["bias"] = target.mean - gain * mean
+                if _has_matrix(layer, input) and users[layer.weight] == 1:
+                    _fit(layer, input, mass.double(), target, values)
         found[layer] = values
         _put(layer, values)
 
@@ -100,6 +125,78 @@ def match(model: nn.Module, targets: Mapping[BalNormLayer, Target], x: Tensor) -
         _put(layer, values)
         if layer.num_batches_tracked is not None:
             layer.num_batches_tracked.fill_(1)
+
+
+def _fit(layer: BalNormLayer, input: Tensor, mass: Tensor, target: Target, values: dict[str, Tensor]) -> None:
+    """The weight v and bias of least squared error among the balanced ones, sum of m v = 0, into ``values``.
+
+    Balancing by a shift of all weights, as a layer does, disturbs the output by the sum of all of a window's inputs,
+    which varies a lot. Among the v that are balanced, the one nearest in output lies along H^-1 m, where H is the
+    covariance of the inputs.
+    """
+    groups, outputs = layer.groups, layer.weight.shape[0]
+    weight = layer.weight.double().reshape(groups, outputs // groups, -1)
+    count, size = 0, weight.shape[2]
+    sums, y_sums = weight.new_zeros(groups, size), weight.new_zeros(groups, outputs // groups)
+    squares, products = weight.new_zeros(groups, size, size), weight.new_zeros(groups, size, outputs // groups)
+    for some, samples in zip(torch.split(input, _AT_ONCE), torch.split(target.samples, _AT_ONCE), strict=True):
+        x = _inputs(layer, some).double()
+        y = samples.flatten(0, 1).double().view(-1, groups, outputs // groups).movedim(0, 1)
+        x = x.view(-1, groups, size).movedim(0, 1)  # (groups, rows, size)
+        count += x.shape[1]
+        sums, y_sums = sums + x.sum(1), y_sums + y.sum(1)
+        squares, products = squares + x.mT @ x, products + x.mT @ y
+    mean, y_mean = sums / count, y_sums / count
+    covariance = squares / count - mean[:, :, None] * mean[:, None]
+    ridge = _RIDGE * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float64).tiny)
+    covariance.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
+    prior = weight * target.scale.view(groups, -1, 1)
+    wanted = products / count - mean[:, :, None] * y_mean[:, None] + ridge[:, None, None] * prior.mT
+    m = mass.expand(1, -1, *layer.weight.shape[2:]).reshape(groups, size, 1)
+    solved, failed = torch.linalg.solve_ex(covariance, torch.cat([wanted, m], 2))
+    fitted, along = solved[:, :, :-1].mT, solved[:, :, -1:]
+    fitted = fitted - (fitted @ m) / (m.mT @ along) * along.mT
+    positive = (fitted.clamp(min=0) * m.mT).sum(2).flatten()
+    bias = (y_mean - (fitted * mean[:, None]).sum(2)).flatten()
+    # The length of the raw weight is free. It stays, so that learning rates mean what they meant.
+    raw = fitted * (weight.norm(dim=2, keepdim=True) / fitted.norm(dim=2, keepdim=True))
+    good = positive.isfinite() & (positive > 0) & raw.isfinite().all(2).flatten() & (failed == 0).all()
+    values["weight"] = torch.where(good.view(groups, -1, 1), raw, weight).view_as(layer.weight)
+    values["gain"] = torch.where(good, positive / layer.output_scale.double(), values["gain"])
+    values["bias"] = torch.where(good, bias, values["bias"])
+
+
+def _has_matrix(layer: BalNormLayer, input: Tensor) -> bool:
+    """Whether a layer's inputs can be laid out as a matrix, a row for each output position, that is not too large."""
+    axes = layer.weight.dim() - 2
+    return not layer.transposed and axes <= 2 and input.dim() == axes + 2 and layer.weight[0].numel() <= _LARGEST
+
+
+def _inputs(layer: BalNormLayer, input: Tensor) -> Tensor:
+    """The inputs that the weight meets, for some positions of every sample: (N * positions, C * taps)."""
+    geometry = layer_geometry(layer)
+    if not geometry.kernel:
+        return input
+    x = geometry.pad(input)
+    kernel, dilation, stride = geometry.kernel, geometry.dilation, geometry.stride
+    if len(kernel) == 1:
+        x, kernel, dilation, stride = x[..., None], (*kernel, 1), (*dilation, 1), (*stride, 1)
+    windows = F.unfold(x, kernel, dilation, stride=stride)
+    return windows[:, :, _positions(windows.shape[2], windows.device)].mT.flatten(0, 1)
+
+
+def _outputs(output: Tensor) -> Tensor:
+    """The outputs at the same positions: (N, positions, D)."""
+    if output.dim() == 2:
+        return output.detach()[:, None]
+    output = output.detach().flatten(2)
+    return output[:, :, _positions(output.shape[2], output.device)].mT
+
+
+def _positions(number: int, device: torch.device) -> Tensor:
+    """Some of so many positions, always the same."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randperm(number, generator=generator)[:_POSITIONS].to(device)
 
 
 def _put(layer: BalNormLayer, values: dict[str, Tensor]) -> None:

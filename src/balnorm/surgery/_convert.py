@@ -83,10 +83,10 @@ def convert(
 
     A balanced layer keeps the weight, as the same parameter object, and takes over the scale (as its gain), shift,
     momentum and synchronisation of the norm that followed. It does not compute what the pair computed. For a trained
-    network, use ``calibrate``: it sets gains, biases and statistics so that every output channel keeps its mean and
-    standard deviation. Most of the accuracy remains, and further training recovers more. Layers whose input can be
-    negative, according to the data flow, get ``signed_input=True``. Convert first; then create the optimiser, wrap the
-    model in DDP and compile it.
+    network, use ``calibrate``: it takes the statistics, and gives each layer the balanced weight, gain and bias whose
+    outputs are nearest to what they were. Most of the accuracy remains, and training recovers more. Layers whose input
+    can be negative, according to the data flow, get ``signed_input=True``. Convert first; then create the optimiser,
+    wrap the model in DDP and compile it.
 
     Args:
         model: any module. It is changed in place (unless ``dry_run``) and returned.
@@ -97,8 +97,9 @@ def convert(
         include: names, in the same form, of layers to balance even without a BatchNorm, such as the transposed
             convolutions of a U-Net.
         calibrate: unlabelled data of the kind that a trained ``model`` was trained on: a batch, or a loader whose
-            batches are taken together (a few hundred samples are enough). Behind a norm that follows its layer, the
-            norm's output is matched; elsewhere, as in pre-activation networks, that of the layer itself.
+            batches are taken together (a few hundred samples are enough). After a norm that follows its layer, the
+            norm's output counts; elsewhere, as in pre-activation networks, that of the layer itself. Transposed and 3d
+            convolutions keep their weight: their channels get the mean and standard deviation that they had.
         strict: raise a ValueError, and change nothing, if a BatchNorm would stay (other than by ``skip``), or if there
             is nothing to balance. Without it, the latter is a warning.
         dry_run: only report.
