@@ -768,12 +768,22 @@ def test_a_positional_true_is_not_in_place():
     "between",
     [
         lambda x: x.clamp(max=6),
+        lambda x: x.clamp(-0.5, 6),
+        nn.Hardtanh(-0.5, 6),
         lambda x: F.pad(x.relu(), (1, 1), value=-1.0),
         nn.Sequential(nn.ReLU(), nn.ConstantPad2d(1, -1.0)),
         lambda x: x.relu() + torch.randn(x.shape),
         lambda x: torch.cat([x.relu(), torch.linspace(-1, 1, x.size(3)).expand(x.size(0), 1, x.size(2), -1)], 1)[:, 1:],
     ],
-    ids=["clamped above", "padded below", "padded by a module", "with noise", "with coordinates"],
+    ids=[
+        "clamped above",
+        "clamped below zero",
+        "by a module",
+        "padded below",
+        "padded by a module",
+        "with noise",
+        "with coordinates",
+    ],
 )
 @pytest.mark.parametrize("traceable", [True, False])
 def test_inputs_that_can_be_negative_are_found(between, traceable):
@@ -789,6 +799,19 @@ def test_inputs_that_can_be_negative_are_found(between, traceable):
     convert(whole, example_input=torch.rand(2, 3, 8, 8))
     assert model.conv2.signed_input
     assert not model.conv1.signed_input
+
+
+@pytest.mark.parametrize("traceable", [True, False])
+def test_what_was_written_in_place_by_a_method_is_not_negative(traceable):
+    def forward(self, x):
+        y = self.norm1(self.conv1(x))
+        y.relu_()
+        return self.norm2(self.conv2(y))
+
+    layers = {"conv1": conv(3, 3), "norm1": nn.BatchNorm2d(3), "conv2": conv(3, 3), "norm2": nn.BatchNorm2d(3)}
+    model = Steps(forward, **layers)
+    convert(model if traceable else Untraceable(model), example_input=torch.rand(2, 3, 8, 8))
+    assert not model.conv2.signed_input
 
 
 class ConvBatchNormReLU(nn.Sequential):
