@@ -33,7 +33,7 @@ from balnorm.data import Images, MemoryLoader, channel_statistics
 from balnorm.norms import NORMS
 from balnorm.profiling import interleaved, ratio, saved_bytes, training_step
 from balnorm.recipes import get_recipe
-from balnorm.training import trainer
+from balnorm.training import images, learner, trainer
 from benchmarks.memory import peak_memory_of_step
 from benchmarks.networks import METHODS, NETWORKS
 from benchmarks.zoo import TIMM, TORCHVISION, build, import_timm, trial
@@ -411,7 +411,7 @@ def training(rounds: int) -> Iterable[str]:
     spent = {"step": 0.0, "evaluate": 0.0}
 
     def timed(name: str) -> Callable[..., Any]:
-        function = getattr(trainer.Trainer, name)
+        function = getattr(learner.Learner, name)
 
         def run(*args: Any) -> Any:
             start = time.perf_counter()
@@ -422,9 +422,9 @@ def training(rounds: int) -> Iterable[str]:
         return run
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(trainer, "load", lambda *_, limit, **__: data[np.arange(limit)]))
+        patches.enter_context(mock.patch.object(images, "load", lambda *_, limit, **__: data[np.arange(limit)]))
         for name in spent:
-            patches.enter_context(mock.patch.object(trainer.Trainer, name, timed(name)))
+            patches.enter_context(mock.patch.object(learner.Learner, name, timed(name)))
         recipe = dataclasses.replace(get_recipe("cifar10-desk"), epochs=3)
         records = trainer.train(recipe, folder + "/run", show=False)
     total = sum(record["seconds"] for record in records)

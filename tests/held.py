@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from balnorm.study import executors, runner
+from balnorm.study import executors
 from balnorm.training.run import Run
 
 EPOCH = 2
@@ -71,7 +71,8 @@ def train_and_die(recipe, out, events):
     """In this process: train, and be killed after so many steps and operations on files."""
     import torch
 
-    from balnorm.training.trainer import Trainer, train
+    from balnorm.training.learner import Learner
+    from balnorm.training.trainer import train
 
     torch.set_num_threads(1)
     left = events
@@ -86,13 +87,13 @@ def train_and_die(recipe, out, events):
 
         return counting
 
-    for owner, name in ((os, "replace"), (os, "fsync"), (torch, "save"), (Trainer, "step")):
+    for owner, name in ((os, "replace"), (os, "fsync"), (torch, "save"), (Learner, "step")):
         setattr(owner, name, counted(getattr(owner, name)))
     train(recipe, out, show=False, checkpoint_steps=2)
 
 
-class Task(executors.Task):
-    """A study's task, whose run waits in the process that it is sent to."""
+class Resources(executors.Resources):
+    """What a study gives its runs, which wait in the processes that it is sent to."""
 
     def __reduce__(self):
         return _arrive, (vars(self),)
@@ -100,14 +101,14 @@ class Task(executors.Task):
 
 def _arrive(values):
     hold_runs()
-    return executors.Task(**values)
+    return Resources.__base__(**values)
 
 
 def main():
     from balnorm.__main__ import main
 
     hold_runs()
-    runner.Task = Task
+    executors.Resources = Resources
     return main()
 
 

@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 
 import held
 from balnorm.cli import main
-from balnorm.study import runner
+from balnorm.study import executors
 from folders import STUDY
 from held import gate, trainers, wait_until, waiting
 
@@ -34,7 +34,7 @@ def disturb(study, cluster, node):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]).absolute()
-    runner.Task = held.Task
+    executors.Resources = held.Resources
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     node = cluster.add_node(num_cpus=1)
     code = 0

@@ -14,7 +14,7 @@ import pytest
 from balnorm.cli import main
 from balnorm.recipes import get_recipe
 from balnorm.study import executors
-from balnorm.study.executors import LocalExecutor
+from balnorm.study.executors import LocalExecutor, Resources
 from balnorm.study.grid import plan
 from balnorm.training import processor
 from balnorm.training.processor import CAP, Defect, find_defect
@@ -139,10 +139,11 @@ def test_a_study_that_varies_the_precision_is_tried_too(tmp_path, capsys):
 
 @pytest.mark.usefixtures("defective")
 def test_a_task_on_a_cluster_is_tried_on_its_own_machine(tmp_path):
-    (member,) = plan(replace(get_recipe("digits"), precision="bfloat16"), tmp_path, ["balnorm"], 1)
-    member.folder.parent.mkdir()
-    end, reason = executors._execute_on_node(executors.Task(member, tmp_path, 1, "cpu"))
-    assert end == "failed"
+    (run,) = plan(replace(get_recipe("digits"), precision="bfloat16"), tmp_path, ["balnorm"], 1)
+    run.folder.parent.mkdir()
+    resources = Resources(tmp_path, device="cpu")
+    state, reason = executors._execute_on_node(run.folder, run.recipe, resources)
+    assert state == "failed"
     assert "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in reason
 
 
@@ -171,7 +172,7 @@ def test_a_process_that_died_is_answered_with_the_remedy_where_there_is_one(mach
     assert processor.remedy_after(signal.SIGKILL) is None
 
 
-def _die(task, slot, pipe):
+def _die(*_):
     os.kill(os.getpid(), signal.SIGILL)
 
 

@@ -19,8 +19,9 @@ import held
 from balnorm.cli import main
 from balnorm.recipes import get_recipe
 from balnorm.study.display import Display, clock
-from balnorm.study.executors import LocalExecutor, Outcome, StudyError
-from balnorm.study.grid import Setting, plan, settings_of, state_of
+from balnorm.study.executors import LocalExecutor, Resources, StudyError
+from balnorm.study.grid import plan
+from balnorm.study.results import Result, Setting, settings_of
 from balnorm.study.runner import run_study
 from balnorm.training.run import Run
 from folders import SMALL, STUDY, make_run, results
@@ -73,7 +74,7 @@ def test_a_wrong_grid_is_refused(tmp_path, norms, seeds, vary, problem):
 def test_a_folder_is_for_one_run(tmp_path):
     members = plan(DIGITS, tmp_path, ["balnorm"], 1, {})
     with pytest.raises(StudyError, match=r"two runs have the folder .*balnorm-seed0"):
-        run_study([*members, *members], LocalExecutor(1), root=tmp_path, threads=1)
+        run_study([*members, *members], LocalExecutor(1, Resources(tmp_path)))
     assert not (tmp_path / "runs").exists()
 
 
@@ -87,7 +88,10 @@ def test_settings_name_what_varies_and_nothing_else():
 
 
 def test_the_state_of_a_run(tmp_path):
-    assert state_of(Run(tmp_path / "nowhere")) == "new"
+    def state_of(run):
+        return Result(run.folder, run.recipe(), Setting("")).now().state
+
+    assert Result(tmp_path / "nowhere", DIGITS, Setting("")).now().state == "new"
     assert state_of(make_run(tmp_path, seed=0, accuracies=[0.5], epochs=1)) == "finished"
     assert state_of(make_run(tmp_path, seed=1, accuracies=[0.5], epochs=2)) == "unfinished"
     assert state_of(make_run(tmp_path, seed=2, accuracies=[0.5], epochs=3, diverged=True)) == "diverged"
@@ -97,7 +101,8 @@ def test_the_state_of_a_run(tmp_path):
     unsaved = make_run(tmp_path, seed=4, accuracies=[0.5], epochs=1)  # its last checkpoint could not be written
     (unsaved.folder / "error.txt").write_text("Traceback")
     assert state_of(unsaved) == "failed"
-    failed.config.write_text("{")
+    (failed.folder / "error.txt").unlink()
+    failed.metrics.write_text('{"epoch": 2}\n')
     assert state_of(failed) == "failed"
 
 
@@ -180,7 +185,7 @@ def test_metrics_that_lost_epochs_are_told_each_time(whole_study, tmp_path, capf
 def test_a_folder_that_was_just_being_made_is_no_obstacle(tmp_path):
     (tmp_path / "runs" / "balnorm-seed0").mkdir(parents=True)
     (tmp_path / "runs" / "balnorm-seed0" / "config.json.17.tmp").write_text("{")
-    run_study(plan(DIGITS, tmp_path, ["balnorm"], 1), LocalExecutor(1), threads=1, show=False)
+    run_study(plan(DIGITS, tmp_path, ["balnorm"], 1), LocalExecutor(1, Resources()), show=False)
     assert len(results(tmp_path)["balnorm-seed0"]) == 3
 
 
@@ -296,7 +301,7 @@ def test_a_study_that_is_killed_or_stopped_goes_on_to_the_same_result(whole_stud
 def test_runs_that_are_killed_or_stopped_go_on_to_the_same_result(whole_study, out, monkeypatch, capfd):
     """One is killed and one is asked to stop, while two others go on."""
     killed, stopped = out / "runs" / "balnorm-seed0", out / "runs" / "batchnorm-seed1"
-    monkeypatch.setattr("balnorm.study.runner.Task", held.Task)
+    monkeypatch.setattr("balnorm.study.executors.Resources", held.Resources)
 
     def disturb():
         try:
@@ -357,7 +362,7 @@ def test_the_time_left_is_what_the_epochs_took(tmp_path):
     assert display.kept == 1
     assert display.time_left() == pytest.approx(2 * 2 * 1.5 / 2)
     make_run(tmp_path, "balnorm", 1, [], epochs=2, diverged=True)
-    display.ended(Outcome(replace(members[1], folder=members[1].folder.absolute()), "done"))
+    display.ended(members[1].now())
     assert display.time_left() == pytest.approx(2 * 1.5, rel=0.2)  # one is left, and two cannot share it
     assert display.row("balnorm")[:4] == ["1/3", "", "60.00%", "1"]
 
@@ -371,8 +376,8 @@ def test_a_run_that_somebody_else_trains_is_left_to_them(tmp_path, capfd):
     run = Run(member.folder)
     run.create(member.recipe)
     with run.alone():
-        outcomes = run_study([member], LocalExecutor(1), threads=1)
-    assert [outcome.end for outcome in outcomes] == ["busy"]
+        ended = run_study([member], LocalExecutor(1, Resources()))
+    assert [run.state for run in ended] == ["busy"]
     assert "left to the other process" in capfd.readouterr().out
     assert not (member.folder / "error.txt").exists()
     assert json.loads(run.config.read_text())["norm"] == "balnorm"

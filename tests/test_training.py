@@ -20,15 +20,16 @@ import torch
 import held
 from balnorm import BalNormConv2d, export, scale_to_data
 from balnorm.recipes import RECIPES, get_recipe
-from balnorm.study.executors import LocalExecutor
+from balnorm.study.executors import LocalExecutor, Resources
 from balnorm.training import config
 from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from balnorm.training.files import write_atomically
 from balnorm.training.images import make_loaders
+from balnorm.training.learner import Learner, make_model, make_optimizer, set_rates
 from balnorm.training.processes import Processes
 from balnorm.training.run import Run, RunError, read_metrics
 from balnorm.training.schedules import Rates, rates
-from balnorm.training.trainer import Position, Trainer, make_model, make_optimizer, set_rates, train
+from balnorm.training.trainer import Position, train
 from held import PATIENCE, gate, train_and_die, wait_until
 
 pytestmark = [
@@ -334,7 +335,7 @@ def stop_after(recipe, folder, steps):
     class PowerFailure(Exception):  # noqa: N818
         pass
 
-    step, count = Trainer.step, 0
+    step, count = Learner.step, 0
 
     def failing(self, *arguments):
         nonlocal count
@@ -344,7 +345,7 @@ def stop_after(recipe, folder, steps):
         return step(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "step", failing)
+        patch.setattr(Learner, "step", failing)
         with pytest.raises(PowerFailure):
             train(recipe, folder, show=False, checkpoint_steps=1)
 
@@ -402,7 +403,7 @@ def test_killed_ten_times_and_the_same_result(tmp_path):
     """Anywhere between steps, or while a checkpoint is being written: some 35 such events make an epoch."""
     recipe = replace(SMALL, epochs=8)
     train(recipe, tmp_path / "whole", show=False)
-    LocalExecutor(1)  # its processes have imported torch already
+    LocalExecutor(1, Resources())  # its processes have imported torch already
     processes = multiprocessing.get_context("forkserver")
     chance, steps = random.Random(7), []
     for _ in range(10):

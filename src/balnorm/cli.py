@@ -338,7 +338,7 @@ def _as_option(field: str, value: str, default: Any) -> list[str]:
 
 
 def _run(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]], base: Recipe) -> int:
-    from balnorm.study.executors import Executor, LocalExecutor, RayExecutor
+    from balnorm.study.executors import Executor, LocalExecutor, RayExecutor, Resources
     from balnorm.study.grid import plan
     from balnorm.study.runner import cores, dry_run, run_study
 
@@ -354,19 +354,19 @@ def _run(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]], base: Recipe) -
         raise ValueError("jobs is for this machine: a Ray cluster runs as many as it has room for")
     out = grid.out or Path("studies") / recipe.name
     threads = grid.threads or (1 if grid.ray else max(1, cores() // grid.jobs))
-    members = plan(recipe, out, grid.norms, grid.seeds, vary)
-    _remark(*without_effect(base, [member.recipe for member in members]))
+    resources = Resources(grid.root.absolute(), threads, grid.device)
+    runs = plan(recipe, out, grid.norms, grid.seeds, vary)
+    _remark(*without_effect(base, [run.recipe for run in runs]))
     if grid.dry_run:
-        print(dry_run(members, grid.jobs, root=grid.root, threads=threads, device=grid.device))
+        print(dry_run(runs, grid.jobs, resources))
         return 0
-    executor: Executor = RayExecutor(grid.ray, threads, grid.gpus) if grid.ray else LocalExecutor(grid.jobs)
+    executor: Executor
+    executor = RayExecutor(grid.ray, resources, grid.gpus) if grid.ray else LocalExecutor(grid.jobs, resources)
     with contextlib.closing(executor):
-        outcomes = run_study(
-            members, executor, root=grid.root, threads=threads, device=grid.device, show=not grid.quiet
-        )
+        ended = run_study(runs, executor, show=not grid.quiet)
     code = _write_report(ReportOptions((out,), quiet=grid.quiet))
-    failed = sum(outcome.end in ("failed", "stopped") for outcome in outcomes)
-    return _fail(f"{failed} of {len(members)} runs failed; the same command tries them again", 1) if failed else code
+    failed = sum(run.state in ("failed", "unfinished") for run in ended)
+    return _fail(f"{failed} of {len(runs)} runs failed; the same command tries them again", 1) if failed else code
 
 
 def _report(arguments: list[str]) -> int:

@@ -1,14 +1,16 @@
-"""Speed and memory of normalisations side by side: interleaved times, and bytes kept for the backward pass."""
+"""Speed and memory of training: interleaved times, bytes kept for the backward pass, the seconds of an epoch."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +19,10 @@ from torch import Tensor, nn
 from balnorm.models import create_model
 from balnorm.text_table import text_table
 from balnorm.training.config import Recipe
-from balnorm.training.trainer import autocast
+from balnorm.training.learner import Learner, autocast
+from balnorm.training.processes import Processes, processes
 
-__all__ = ["bench", "interleaved", "ratio", "saved_bytes", "training_step"]
+__all__ = ["bench", "epoch_seconds", "interleaved", "ratio", "saved_bytes", "training_step"]
 
 
 def bench(
@@ -60,6 +63,32 @@ def bench(
             ]
         )
     return text_table(["norm", "ms a step", "ratio (quartiles)", "MiB kept for backward", "ratio"], rows)
+
+
+def epoch_seconds(recipe: Recipe, root: Path, device: str | None = None, steps: int = 5) -> float:
+    """How long an epoch of a recipe takes, from a few steps of training and evaluation. Writes nothing."""
+    recipe.check()
+    with processes(device) as team:
+        learner = Learner(recipe, team, root)
+        training = _seconds_a_batch(lambda batch: learner.step(*batch), learner.train_loader.epoch(0), steps, team)
+        learner.model.eval()
+        with torch.no_grad():
+            testing = _seconds_a_batch(lambda batch: learner.model(batch[0]), learner.test_loader.epoch(), 2, team)
+    return training * len(learner.train_loader) + testing * len(learner.test_loader)
+
+
+def _seconds_a_batch(work: Callable[[Any], object], batches: Iterable[Any], count: int, team: Processes) -> float:
+    """The mean over some batches, fetched and worked on; the first, which is slower, counts only if it is alone."""
+    times = []
+    started = time.perf_counter()
+    for batch in itertools.islice(batches, count + 1):
+        work(batch)
+        if team.device.type == "cuda":
+            torch.cuda.synchronize(team.device)
+        times.append(time.perf_counter() - started)
+        started = time.perf_counter()
+    times = times[1:] or times
+    return sum(times) / max(1, len(times))
 
 
 def interleaved(functions: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:

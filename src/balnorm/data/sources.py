@@ -10,7 +10,7 @@ import struct
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,21 @@ class ImageSpec:
     def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         return self.mean, self.std
 
+    def changes(self, saved: dict[str, Any]) -> str:
+        """What is not as it was when :func:`dataclasses.asdict` took a specification apart, in words."""
+        if list(self.classes) != list(saved["classes"]):
+            before, now = (
+                ", ".join(classes[:8]) + (", ..." if len(classes) > 8 else "")
+                for classes in (saved["classes"], self.classes)
+            )
+            return f"the classes were {before}, and are {now}"
+        if list(self.count) != list(saved["count"]):
+            before, now = (
+                f"{train} to train with and {test} to test with" for train, test in (saved["count"], self.count)
+            )
+            return f"there were {before}, and are {now}"
+        return "" if asdict(self) == saved else "their size or their pixels differ"
+
 
 def load(
     name: str,
@@ -89,7 +104,7 @@ def load(
 
     Args:
         name: a name from :data:`SETS`.
-        root: the folder that holds the data set's files, as ``balnorm.data.downloads`` leaves them.
+        root: the folder that holds the data set's files, as ``balnorm.data.download`` leaves them.
         split: ``"train"`` or ``"test"``.
         limit: at most so many images.
         fraction: this part of them, above 0 and at most 1.

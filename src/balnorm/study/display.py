@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from balnorm.console import say
-from balnorm.study.executors import Outcome
-from balnorm.study.grid import Member, State, settings_of
-from balnorm.training.run import Run, RunError
+from balnorm.study.results import Result
+from balnorm.training.config import Recipe
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,68 +18,22 @@ if TYPE_CHECKING:
 __all__ = ["Display", "clock"]
 
 
-@dataclass
-class Watched:
-    """A run as it was when last looked at."""
-
-    member: Member
-    setting: str
-    state: State = "new"
-    running: bool = False
-    tried: bool = False
-    """Whether this command has run it to an end."""
-    size: int = -1
-    records: list[dict[str, Any]] = field(default_factory=list)
-
-    def look(self) -> None:
-        if self.member.packed:
-            self.records = list(self.member.packed)
-            return
-        run = Run(self.member.folder)
-        try:
-            size = run.metrics.stat().st_size
-        except OSError:
-            return
-        if size != self.size:
-            try:
-                self.size, self.records = size, run.records()
-            except RunError:
-                self.records = []
-
-    @property
-    def seconds(self) -> list[float]:
-        return [record["seconds"] for record in self.records if "seconds" in record]
-
-    @property
-    def left(self) -> int:
-        """Epochs to do."""
-        return 0 if self.over else max(0, self.member.recipe.epochs - len(self.records))
-
-    @property
-    def over(self) -> bool:
-        """Whether there is no more to come of it."""
-        return not self.running and (self.tried or self.state in ("finished", "diverged"))
-
-
 class Display:
     """Shows how far every setting is.
 
     Args:
-        members: all runs of the study, also those that are finished already.
+        runs: all of the study, also those that have ended already.
         at_once: how many run at a time.
         show: whether to show anything.
     """
 
-    def __init__(self, members: Sequence[Member], at_once: int, show: bool = True) -> None:
-        names = map(str, settings_of([member.recipe for member in members]))
-        self.watched = {m.folder.absolute(): Watched(m, name) for m, name in zip(members, names, strict=True)}
-        self.at_once = at_once
-        self.show = show
+    def __init__(self, runs: Sequence[Result], at_once: int, show: bool = True) -> None:
+        self.runs = {run.recipe: run for run in runs}
+        self.running: set[Recipe] = set()
+        self.over = {run.recipe for run in runs if run.ended}
+        """The runs that this command does nothing more with."""
+        self.kept, self.at_once, self.show = len(self.over), at_once, show
         self.live: Any = None
-        for run in self.watched.values():
-            run.state = run.member.state
-            run.look()
-        self.kept = sum(run.state in ("finished", "diverged") for run in self.watched.values())
 
     def __enter__(self) -> Display:
         if self.show and sys.stdout.isatty():
@@ -90,40 +42,32 @@ class Display:
             self.live = Live(get_renderable=self.table, refresh_per_second=2)
             self.live.start()
         if self.kept:
-            self.say(f"{self.kept} of {len(self.watched)} runs are finished and are kept")
+            self.say(f"{self.kept} of {len(self.runs)} runs are finished and are kept")
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         if self.live is not None:
             self.live.stop()
 
-    def started(self, member: Member) -> None:
-        self.watched[member.folder].running = True
+    def started(self, run: Result) -> None:
+        self.running.add(run.recipe)
 
-    def ended(self, outcome: Outcome) -> None:
-        """A run has ended."""
-        run = self.watched[outcome.member.folder]
-        run.look()
-        run.running, run.tried, run.state = False, True, run.member.state
-        number = sum(run.over for run in self.watched.values())
-        text = f"[{number}/{len(self.watched)}] {run.setting} seed {run.member.recipe.seed}: "
-        if outcome.end == "failed":
-            self.say(f"{text}failed, {outcome.reason}")
-        elif outcome.end == "busy":
-            self.say(f"{text}left to the other process that is training it")
-        elif outcome.end == "stopped":
-            self.say(f"{text}stopped, and saved")
-        elif outcome.end == "done" and self.live is None:
-            last = run.records[-1]
-            text += "diverged" if last.get("diverged") else f"test accuracy {last['test_accuracy']:.2%}"
+    def ended(self, run: Result) -> None:
+        self.running.discard(run.recipe)
+        self.over.add(run.recipe)
+        self.runs[run.recipe] = run
+        text = f"[{len(self.over)}/{len(self.runs)}] {run.setting} seed {run.recipe.seed}: "
+        if run.reason:
+            self.say(f"{text}{'failed, ' if run.state == 'failed' else ''}{run.reason}")
+        elif self.live is None:
+            text += "diverged" if run.state == "diverged" else f"test accuracy {run.records[-1]['test_accuracy']:.2%}"
             self.say(f"{text} in {clock(sum(run.seconds))}, about {clock(self.time_left())} left")
 
     def look(self) -> None:
         """See how far the runs are."""
         if self.live is not None:
-            for run in self.watched.values():
-                if run.running:
-                    run.look()
+            for recipe in self.running:
+                self.runs[recipe] = self.runs[recipe].now()
 
     def say(self, text: str) -> None:
         """A line of its own."""
@@ -132,15 +76,19 @@ class Display:
         elif self.show:
             say(text)
 
+    def left(self, run: Result) -> int:
+        """Epochs to do."""
+        return 0 if run.recipe in self.over else max(0, run.recipe.epochs - len(run.lines))
+
     def time_left(self, setting: str | None = None) -> float:
         """Seconds, from what epochs took so far: of the same setting, or of all where it has none yet."""
         times: dict[str, list[float]] = {}
-        for run in self.watched.values():
-            times.setdefault(run.setting, []).extend(run.seconds)
+        for run in self.runs.values():
+            times.setdefault(str(run.setting), []).extend(run.seconds)
         everything = [second for seconds in times.values() for second in seconds] or [0.0]
         mean = {name: sum(own or everything) / len(own or everything) for name, own in times.items()}
-        chosen = [run for run in self.watched.values() if setting in (None, run.setting)]
-        times_left = [run.left * mean[run.setting] for run in chosen if run.left]
+        chosen = [run for run in self.runs.values() if setting in (None, str(run.setting))]
+        times_left = [self.left(run) * mean[str(run.setting)] for run in chosen if self.left(run)]
         return sum(times_left) / max(1, min(self.at_once, len(times_left)))
 
     def table(self) -> Table:
@@ -151,28 +99,26 @@ class Display:
         table.add_column("setting")
         for name in ("done", "running (seed: epoch)", "best so far", "diverged", "failed", "time left"):
             table.add_column(name, justify="right" if name != "running (seed: epoch)" else "left")
-        for setting in dict.fromkeys(run.setting for run in self.watched.values()):
+        for setting in dict.fromkeys(str(run.setting) for run in self.runs.values()):
             table.add_row(setting, *self.row(setting))
-        table.caption = f"{clock(self.time_left())} left" if any(run.seconds for run in self.watched.values()) else ""
+        table.caption = f"{clock(self.time_left())} left" if any(run.lines for run in self.runs.values()) else ""
         return table
 
     def row(self, setting: str) -> list[str]:
         """The cells of a setting."""
-        runs = [run for run in self.watched.values() if run.setting == setting]
-        count = {state: sum(run.state == state for run in runs) for state in ("finished", "diverged", "failed")}
+        runs = [run for run in self.runs.values() if str(run.setting) == setting]
+        over = [run.state for run in runs if run.recipe in self.over]
         running = [
-            f"{run.member.recipe.seed}: {len(run.records)}/{run.member.recipe.epochs}"
-            for run in runs
-            if run.running and run.size >= 0
+            f"{run.recipe.seed}: {len(run.lines)}/{run.recipe.epochs}" for run in runs if run.recipe in self.running
         ]
-        best = [record["test_accuracy"] for run in runs for record in run.records if "test_accuracy" in record]
+        best = [record["test_accuracy"] for run in runs for record in run.records]
         return [
-            f"{count['finished']}/{len(runs)}",
+            f"{over.count('finished')}/{len(runs)}",
             "  ".join(running[:4]) + (" ..." if len(running) > 4 else ""),
             f"{max(best):.2%}" if best else "",
-            str(count["diverged"] or ""),
-            str(count["failed"] or ""),
-            clock(self.time_left(setting)) if best and any(run.left for run in runs) else "",
+            str(over.count("diverged") or ""),
+            str(over.count("failed") or ""),
+            clock(self.time_left(setting)) if best and any(map(self.left, runs)) else "",
         ]
 
 

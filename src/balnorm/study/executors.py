@@ -1,6 +1,6 @@
 """Where runs are run: in processes of this machine, or as tasks of a Ray cluster. Both tell when a run has ended.
 
-What a run has reached is in its folder, on a disk that both sides see; an executor only says how it ended.
+What a run has reached is in its folder, on a disk that both sides see; an executor only says how its process ended.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from balnorm.errors import Failure, Stopped
-from balnorm.study.grid import FAILURE, Member
-from balnorm.training.files import write_atomically
+from balnorm.study.results import Result
+from balnorm.training.config import Recipe
 from balnorm.training.processor import ProcessorError, check_precision, remedy_after
-from balnorm.training.run import Run
+from balnorm.training.run import Run, State
 
-__all__ = ["Executor", "LocalExecutor", "Outcome", "RayExecutor", "StudyError", "Task", "execute"]
+__all__ = ["Executor", "LocalExecutor", "RayExecutor", "Resources", "StudyError", "execute"]
 
-End = Literal["done", "failed", "busy", "stopped"]
+End = tuple[State, str]
+"""The state that a process left its run in, and why the run has not ended, if so."""
+
+_STOPPED: End = ("unfinished", "stopped, and saved")
 
 
 class StudyError(Failure):
@@ -39,39 +42,35 @@ class StudyError(Failure):
 
 
 @dataclass(frozen=True)
-class Task:
-    """A run, and what it needs."""
+class Resources:
+    """What every run of a study is given."""
 
-    member: Member
-    root: Path
-    threads: int
-    """Cores for it to use."""
+    root: Path = Path("data")
+    """Where the data is."""
+    threads: int = 1
+    """Cores to use."""
     device: str | None = None
     """``None`` takes a GPU if there is one."""
-    command: tuple[str, ...] = ()
+    command: tuple[str, ...] = field(default_factory=lambda: tuple(sys.argv))
     """What somebody typed, for the record."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended: ``busy`` is trained by somebody else, ``stopped`` was asked to and can go on."""
-
-    member: Member
-    end: End
-    reason: str = ""
-
-
 class Executor(Protocol):
-    """Takes tasks, as many at a time as there are ``slots``, and gives outcomes."""
+    """Takes runs, as many at a time as there are ``slots``, and gives them back when their processes have ended."""
 
+    resources: Resources
     slots: int
     at_once: int
     """How many run at a time: no more than the slots, and fewer where some wait in a queue of its own."""
 
-    def submit(self, task: Task) -> None: ...
+    def submit(self, run: Result) -> None: ...
 
-    def outcomes(self, seconds: float) -> list[Outcome]:
-        """Those that came within so many seconds; returns at the first."""
+    def ended(self, seconds: float) -> list[Result]:
+        """The runs whose processes ended within so many seconds; returns at the first."""
+        ...
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """A function's result, or what it raises, from a process of its own where runs are run."""
         ...
 
     def stop(self) -> None:
@@ -83,34 +82,26 @@ class Executor(Protocol):
         ...
 
 
-def execute(task: Task) -> tuple[End, str]:
+def execute(folder: Path, recipe: Recipe, resources: Resources) -> End:
     """Train one run, in this process. What goes wrong is kept in its folder, in ``error.txt``, and in one sentence."""
     import torch
 
     from balnorm.training.run import RunBusyError
     from balnorm.training.trainer import train
 
-    member = task.member
-    failure = member.folder / FAILURE
+    run = Run(folder)
     try:
-        torch.set_num_threads(task.threads)
-        failure.unlink(missing_ok=True)
-        train(member.recipe, member.folder, root=task.root, device=task.device, show=False)
-    except RunBusyError as busy:
-        return "busy", str(busy)
-    except (Stopped, KeyboardInterrupt) as stop:
-        return "stopped", str(stop)
+        torch.set_num_threads(resources.threads)
+        run.error.unlink(missing_ok=True)
+        train(recipe, folder, root=resources.root, device=resources.device, show=False)
+    except RunBusyError:
+        return "busy", "left to the other process that is training it"
+    except (Stopped, KeyboardInterrupt):
+        return _STOPPED
     except Exception as error:  # whatever it is, it ends this run and not the study
-        keep_failure(member, traceback.format_exc())
+        run.keep_failure(recipe, traceback.format_exc())
         return "failed", " ".join(f"{error}".split()) or type(error).__name__
-    return "done", ""
-
-
-def keep_failure(member: Member, text: str) -> None:
-    """Write why a run failed into its folder, which a run that failed early has not made yet."""
-    with contextlib.suppress(OSError):
-        Run(member.folder).create(member.recipe)
-        write_atomically(member.folder / FAILURE, text.encode())
+    return "finished", ""
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -125,8 +116,9 @@ class LocalExecutor:
     has imported torch already, where the system can do that, which saves seconds for each.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, resources: Resources) -> None:
         self.slots = self.at_once = slots
+        self.resources = resources
         fork = "forkserver" in multiprocessing.get_all_start_methods()
         self._context: Any = multiprocessing.get_context("forkserver" if fork else "spawn")
         if fork:
@@ -136,24 +128,24 @@ class LocalExecutor:
             self._context.set_forkserver_preload(preload)
             with _ignoring_interrupts():  # Ctrl-C is this process's to answer
                 forkserver.ensure_running()
-        self._running: dict[Any, tuple[Any, Any, int, Member]] = {}
+        self._running: dict[Any, tuple[Any, Any, int, Result]] = {}
 
-    def submit(self, task: Task) -> None:
+    def submit(self, run: Result) -> None:
         slot = min(set(range(self.slots)) - {slot for _, _, slot, _ in self._running.values()})
         ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_execute_in_process, args=(task, slot, theirs))
+        arguments = (run.folder.absolute(), run.recipe, self.resources, slot, theirs)
+        process = self._context.Process(target=_execute_in_process, args=arguments)
         process.start()
         theirs.close()
-        self._running[process.sentinel] = (process, ours, slot, task.member)
+        self._running[process.sentinel] = (process, ours, slot, run)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """A function's result, from a process of its own."""
         with ProcessPoolExecutor(1, mp_context=self._context) as pool:
             return pool.submit(function, *arguments).result()
 
-    def outcomes(self, seconds: float) -> list[Outcome]:
+    def ended(self, seconds: float) -> list[Result]:
         ended = wait(list(self._running), timeout=seconds) if self._running else []
-        return [self._outcome(sentinel) for sentinel in ended]
+        return [self._ended(sentinel) for sentinel in ended]
 
     def stop(self) -> None:
         for process, _, _, _ in self._running.values():
@@ -167,36 +159,38 @@ class LocalExecutor:
             pipe.close()
         self._running.clear()
 
-    def _outcome(self, sentinel: Any) -> Outcome:
-        process, pipe, _, member = self._running.pop(sentinel)
+    def _ended(self, sentinel: Any) -> Result:
+        process, pipe, _, run = self._running.pop(sentinel)
         process.join()
         with contextlib.closing(pipe):
             if pipe.poll():
                 with contextlib.suppress(EOFError):
-                    return Outcome(member, *pipe.recv())
+                    state, reason = pipe.recv()
+                    return replace(run, state=state, reason=reason)
         code = process.exitcode
-        reason = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with code {code}"
-        remedy = remedy_after(-code)
-        reason += (
-            f": {remedy}, and the same command goes on with it" if remedy else ": the same command goes on with it"
-        )
-        keep_failure(member, reason + "\n")
-        return Outcome(member, "failed", reason)
+        how = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with code {code}"
+        remedy = f"{remedy}, and " if (remedy := remedy_after(-code)) else ""
+        return replace(run, state="failed", reason=f"{how}: {remedy}the same command goes on with it")
 
 
-def _execute_in_process(task: Task, slot: int, pipe: Any) -> None:
+def _execute_in_process(folder: Path, recipe: Recipe, resources: Resources, slot: int, pipe: Any) -> None:
     """In a process of its own: apart from the terminal's Ctrl-C, and ending, saved, when the parent is gone."""
+    import torch
+
     if hasattr(os, "setpgrp"):
         os.setpgrp()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever it was where the study was started
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_stop_without, args=(parent.sentinel,), daemon=True).start()
+    gpus = torch.cuda.device_count() if resources.device in (None, "cuda") else 0
+    if gpus:  # where none was asked for, they take turns
+        resources = replace(resources, device=f"cuda:{slot % gpus}")
     with _quiet():
         try:
-            result = execute(_on_gpu(task, slot))
+            result = execute(folder, recipe, resources)
         except KeyboardInterrupt:  # before training began, or after it ended
-            result = ("stopped", "")
+            result = _STOPPED
     with contextlib.suppress(OSError):  # nobody listens any more
         pipe.send(result)
 
@@ -212,14 +206,6 @@ def _ignoring_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _on_gpu(task: Task, slot: int) -> Task:
-    """The task on one of several GPUs, where there are any and none was asked for."""
-    import torch
-
-    gpus = torch.cuda.device_count() if task.device in (None, "cuda") else 0
-    return replace(task, device=f"cuda:{slot % gpus}") if gpus else task
 
 
 def _stop_without(sentinel: Any) -> None:
@@ -256,12 +242,12 @@ class RayExecutor:
 
     Args:
         address: of the cluster, or ``"local"`` for one on this machine.
-        threads: CPUs that each run needs.
+        resources: for each run; its threads are the CPUs that it needs.
         gpus: that each run needs; a part of one, such as 0.5, lets two share it.
         retries: of a run whose process or machine died. It goes on from its checkpoint.
     """
 
-    def __init__(self, address: str, threads: int = 1, gpus: float = 0.0, retries: int = 3) -> None:
+    def __init__(self, address: str, resources: Resources, gpus: float = 0.0, retries: int = 3) -> None:
         try:
             import ray
         except ModuleNotFoundError:
@@ -274,29 +260,29 @@ class RayExecutor:
             except (ConnectionError, RuntimeError, ValueError) as error:
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise StudyError(f"no Ray cluster at {address!r} ({first})") from None
-        self._ray, self._gpus, self._retries = ray, gpus, retries
+        self._ray, self._gpus, self._retries, self.resources = ray, gpus, retries, resources
         self.slots = sys.maxsize  # Ray has its own queue
         nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-        self.at_once = sum([_room(node["Resources"], threads, gpus) for node in nodes if node["Alive"]])
+        self.at_once = sum([_room(node["Resources"], resources.threads, gpus) for node in nodes if node["Alive"]])
         if not self.at_once:
             self.close()
-            raise StudyError(f"no machine of the Ray cluster has {threads} CPUs and {gpus:g} GPUs for a run")
-        self._running: dict[Any, Member] = {}
+            raise StudyError(f"no machine of the Ray cluster has {resources.threads} CPUs and {gpus:g} GPUs for a run")
+        self._running: dict[Any, Result] = {}
 
-    def submit(self, task: Task) -> None:
-        remote = self._ray.remote(
-            num_cpus=task.threads,
-            num_gpus=self._gpus,
-            max_retries=self._retries,
-            max_calls=1,  # a fresh process for each run, which has its own peak memory
-        )(_execute_on_node)
-        self._running[remote.remote(task)] = task.member
+    def submit(self, run: Result) -> None:
+        self._running[self._start(_execute_on_node, run.folder.absolute(), run.recipe, self.resources)] = run
 
-    def outcomes(self, seconds: float) -> list[Outcome]:
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return self._ray.get(self._start(function, *arguments))
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+
+    def ended(self, seconds: float) -> list[Result]:
         if not self._running:
             return []
         ended, _ = self._ray.wait(list(self._running), timeout=seconds)
-        return [self._outcome(reference) for reference in ended]
+        return [self._ended(reference) for reference in ended]
 
     def stop(self) -> None:
         for reference in self._running:
@@ -306,16 +292,25 @@ class RayExecutor:
         if self._connected_here:
             self._ray.shutdown()
 
-    def _outcome(self, reference: Any) -> Outcome:
-        member = self._running.pop(reference)
+    def _start(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        remote = self._ray.remote(
+            num_cpus=self.resources.threads,
+            num_gpus=self._gpus,
+            max_retries=self._retries,
+            max_calls=1,  # a fresh process for each run, which has its own peak memory
+        )
+        return remote(function).remote(*arguments)
+
+    def _ended(self, reference: Any) -> Result:
+        run = self._running.pop(reference)
         try:
-            return Outcome(member, *self._ray.get(reference))
+            state, reason = self._ray.get(reference)
         except self._ray.exceptions.TaskCancelledError:
-            return Outcome(member, "stopped")
+            state, reason = _STOPPED
         except self._ray.exceptions.RayError as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            keep_failure(member, f"{error}\n")
-            return Outcome(member, "failed", reason)
+            Run(run.folder).keep_failure(run.recipe, f"{error}\n")
+            state, reason = "failed", (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return replace(run, state=state, reason=reason)
 
 
 def _room(resources: dict[str, float], threads: int, gpus: float) -> int:
@@ -336,19 +331,19 @@ def _check_reachable(address: str) -> None:
         raise StudyError(f"no Ray cluster at {address!r} ({error})") from None
 
 
-def _execute_on_node(task: Task) -> tuple[End, str]:
-    shared = task.member.folder.parent
+def _execute_on_node(folder: Path, recipe: Recipe, resources: Resources) -> End:
+    shared = folder.parent
     if not shared.is_dir():
         return "failed", f"{shared} is not on {platform.node()}: --out must be on storage that all machines share"
     try:
-        check_precision(task.member.recipe.precision, task.device)  # each machine of a cluster has its own processor
+        check_precision(recipe.precision, resources.device)  # each machine of a cluster has its own processor
     except ProcessorError as error:
         return "failed", str(error)
-    sys.argv = list(task.command) or sys.argv  # of which the run keeps a record
+    sys.argv = list(resources.command)  # of which the run keeps a record
     patience = time.monotonic() + 60
     while True:
-        end, reason = execute(task)
+        state, reason = execute(folder, recipe, resources)
         # The process that died a moment ago may still hold the folder, where its machine has not noticed yet.
-        if end != "busy" or time.monotonic() > patience:
-            return end, reason
+        if state != "busy" or time.monotonic() > patience:
+            return state, reason
         time.sleep(1)

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from balnorm.study.grid import Setting
-from balnorm.study.results import Results
+from balnorm.study.results import Results, Setting
 from balnorm.study.statistics import Spread, final, spread, values_by_epoch
 
 __all__ = ["Curve", "Figure", "Panel", "figures"]

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 
 from balnorm.training.config import Recipe
 from balnorm.training.files import parse_json, write_atomically
-from balnorm.training.run import RunError, check_records, has_ended
+from balnorm.training.run import Record, RunError, check_records, state_after
 
 __all__ = ["METRICS", "STUDY", "Packed", "Records", "command_line", "read_packed", "write_packed"]
 
@@ -28,7 +28,7 @@ _FORMAT = 1
 _FIELDS = [field.name for field in fields(Recipe)]
 _KEYS = {"format", "runs", "recipe", "varies", "commands", "environments"}
 
-Records = tuple[dict[str, Any], ...]
+Records = tuple[Record, ...]
 """What a run measured, epoch by epoch."""
 
 
@@ -191,7 +191,7 @@ def _read_csv(path: Path, common: dict[str, Any], varied: list[str]) -> dict[Rec
         if recipe in runs:
             raise ValueError(f"line {line} starts a run for the second time")
         check_records(path, records, recipe.epochs, line)
-        if not has_ended(records, recipe.epochs):
+        if state_after(records, recipe.epochs) == "unfinished":
             raise ValueError(f"the run at line {line} ends after epoch {len(records)} of {recipe.epochs}")
         runs[recipe] = tuple(records)
     return runs
@@ -199,9 +199,9 @@ def _read_csv(path: Path, common: dict[str, Any], varied: list[str]) -> dict[Rec
 
 def _blocks(
     rows: Iterator[list[str]], varied: list[str], numbers: list[str]
-) -> Iterator[tuple[int, dict[str, Any], list[dict[str, Any]]]]:
+) -> Iterator[tuple[int, dict[str, Any], list[Record]]]:
     """The lines of each run: where they start, what it is, and its records."""
-    block: tuple[int, dict[str, Any], list[dict[str, Any]]] | None = None
+    block: tuple[int, dict[str, Any], list[Record]] | None = None
     before: list[str] = []
     for line, cells in enumerate(rows, 2):
         if len(cells) != len(varied) + len(numbers):

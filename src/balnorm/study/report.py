@@ -13,9 +13,8 @@ from urllib.parse import quote
 
 from balnorm.norms import NORMS
 from balnorm.study.figures import Figure, figures
-from balnorm.study.grid import Setting
 from balnorm.study.plots import FORMATS, figure_files
-from balnorm.study.results import Result, Results, read_results
+from balnorm.study.results import Result, Results, Setting, read_results
 from balnorm.study.statistics import difference, final, levels, spread
 from balnorm.study.tables import Table, as_csv, as_latex, as_markdown, as_text, baseline_of, study_tables
 from balnorm.training.config import Recipe

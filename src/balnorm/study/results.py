@@ -5,40 +5,81 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from balnorm.norms import NORMS
-from balnorm.study.grid import FAILURE, Setting, State, settings_of, state_after
 from balnorm.study.packed import METRICS, STUDY, Packed, Records, command_line, read_packed
 from balnorm.training.config import Recipe
 from balnorm.training.files import parse_json
-from balnorm.training.run import Run, RunError, check_records
+from balnorm.training.run import Run, RunError, State, state_after
 
-__all__ = ["Result", "Results", "read_results"]
+__all__ = ["Result", "Results", "Setting", "read_results", "settings_of"]
 
-_OURS = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "report", FAILURE}
+_OURS = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "report", "error.txt"}
 _OURS |= {"checkpoint.pt", "checkpoint.pt.previous", "checkpoint.pt.damaged"}
 
 
 @dataclass(frozen=True)
-class Result:
-    """A run, as far as it got."""
+class Setting:
+    """What runs that differ in their seeds only have in common: the norm, and those fields that vary in a study."""
 
-    source: Path
-    """The file that holds its metrics."""
+    norm: str
+    varied: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def variation(self) -> str:
+        """The varied fields, as ``lr=0.1 width=8``."""
+        return " ".join(f"{name}={text_of(value)}" for name, value in self.varied)
+
+    def __str__(self) -> str:
+        return f"{self.norm} {self.variation}".strip()
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run of a study, as far as it has got."""
+
+    folder: Path
+    """Its own, or that of the packed study that it is in."""
     recipe: Recipe
-    state: State
-    lines: Records
-    """All that was written: for a run that diverged also when it did."""
     setting: Setting
+    state: State = "new"
+    lines: Records = ()
+    """All that was written: for a run that diverged also when it did."""
+    packed: bool = False
+    reason: str = ""
+    """Why it failed, or stopped."""
+
+    @property
+    def source(self) -> Path:
+        """The file that holds its metrics."""
+        return self.folder / (METRICS if self.packed else "metrics.jsonl")
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("finished", "diverged")
+
+    @property
+    def seconds(self) -> list[float]:
+        return [line["seconds"] for line in self.lines]
 
     @functools.cached_property
     def records(self) -> Records:
         """The numbers of each epoch; those of a run that diverged end before it did."""
         return tuple(line for line in self.lines if not line.get("diverged"))
+
+    def now(self) -> Result:
+        """The run as its folder has it at this moment. Metrics that cannot be read count as failed."""
+        if self.packed:
+            return self
+        try:
+            state, lines = Run(self.folder).progress(self.recipe.epochs)
+        except (RunError, OSError) as error:
+            return replace(self, state="failed", lines=(), reason=_one_line(error))
+        return replace(self, state=state, lines=tuple(lines), reason="")
 
 
 @dataclass(frozen=True)
@@ -67,9 +108,37 @@ class Results:
         runs: dict[Recipe, Records] = {}
         for setting in self.settings:
             for run in sorted(self.of(setting), key=lambda run: run.recipe.seed):
-                if run.state in ("finished", "diverged"):
+                if run.ended:
                     runs[run.recipe] = run.lines
         return Packed(runs, self.commands, self.environments)
+
+
+def settings_of(recipes: Sequence[Recipe]) -> list[Setting]:
+    """The setting of each recipe.
+
+    A field that follows from the others, such as a learning rate that was chosen for each batch size, is left out.
+    """
+    rows = [asdict(recipe) for recipe in recipes]
+    varying = [
+        field.name
+        for field in fields(Recipe)
+        if field.name not in ("norm", "seed") and len({repr(row[field.name]) for row in rows}) > 1
+    ]
+    whole = _combinations(rows, varying)
+    for name in reversed(list(varying)):
+        others = [other for other in varying if other != name]
+        if _combinations(rows, others) == whole:
+            varying = others
+    return [Setting(row["norm"], tuple((name, row[name]) for name in varying)) for row in rows]
+
+
+def _combinations(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> int:
+    return len({repr([row[name] for name in names]) for row in rows})
+
+
+def text_of(value: Any) -> str:
+    """A value of a field as it stands in names."""
+    return "+".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def read_results(folders: Iterable[str | Path]) -> Results:
@@ -128,21 +197,22 @@ class _Reader:
         self.packed_commands += packed.commands
         self.starts += packed.environments
         for recipe, lines in packed.runs.items():
-            self._add(Result(folder / METRICS, recipe, state_after(lines, recipe.epochs), lines, Setting(recipe.norm)))
+            self._add(Result(folder, recipe, Setting(""), state_after(lines, recipe.epochs), lines, packed=True))
 
     def _add_run(self, run: Run) -> None:
         if not run.config.exists():
             raise RunError(f"{run.folder} has metrics and no config.json")
-        recipe, problems = run.recipe(), self.problems
-        state, lines = _read_metrics(run, recipe, problems)
-        if not self._add(Result(run.metrics, recipe, state, lines, Setting(recipe.norm))):
+        found, problems = Result(run.folder, run.recipe(), Setting("")).now(), self.problems
+        if found.reason:
+            problems.append(f"{found.reason}: counted as failed")
+        if not self._add(found):
             return
-        if state == "failed" and (run.folder / FAILURE).exists():
-            problems.append(f"{run.folder} failed: {_last_line(run.folder / FAILURE)}")
+        if found.state == "failed" and run.error.exists():
+            problems.append(f"{run.folder} failed: {_last_line(run.error)}")
         elif not run.metrics.is_file():
-            problems.append(f"{run.folder} has no metrics yet: counted as {state}")
+            problems.append(f"{run.folder} has no metrics yet: counted as {found.state}")
         if run.metrics.is_file() and not (run.metrics.read_bytes() or b"\n").endswith(b"\n"):
-            problems.append(f"{run.metrics} ends in the middle of a line, which is left out: counted as {state}")
+            problems.append(f"{run.metrics} ends in the middle of a line, which is left out: counted as {found.state}")
         if foreign := sorted(path.name for path in run.folder.iterdir() if not _is_ours(path)):
             problems.append(f"{run.folder} holds something that is not of a run ({', '.join(foreign)}): ignored")
         for start in self._starts(run):
@@ -155,7 +225,7 @@ class _Reader:
     def _add(self, run: Result) -> bool:
         """Take a run, unless it is here already. A run folder beside the packed study that it went into is no news."""
         twin = self.runs.setdefault(run.recipe, run)
-        if twin is not run and (METRICS not in (twin.source.name, run.source.name) or twin.lines != run.lines):
+        if twin is not run and (run.packed == twin.packed or twin.lines != run.lines):
             self.problems.append(f"{_place_of(run)} is the same run as {_place_of(twin)}: left out")
         return twin is run
 
@@ -170,18 +240,6 @@ class _Reader:
             self.problems.append(f"{run.environment} is missing or damaged: where the run ran is not known")
             return []
         return starts
-
-
-def _read_metrics(run: Run, recipe: Recipe, problems: list[str]) -> tuple[State, Records]:
-    try:
-        lines = run.records()
-        check_records(run.metrics, lines, recipe.epochs)
-    except (RunError, OSError) as error:
-        problems.append(f"{_one_line(error)}: counted as failed")
-        return "failed", ()
-    if (run.folder / FAILURE).exists():  # also where all epochs are done: their last state may not be saved
-        return "failed", tuple(lines)
-    return state_after(lines, recipe.epochs), tuple(lines)
 
 
 _WHEN = ("first_start", "last_start")
@@ -211,7 +269,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _place_of(run: Result) -> Path:
-    return run.source if run.source.name == METRICS else run.source.parent
+    return run.source if run.packed else run.folder
 
 
 def _place(setting: Setting) -> tuple[Any, ...]:

@@ -8,8 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from balnorm.study.grid import Setting
-from balnorm.study.results import Result, Results
+from balnorm.study.results import Result, Results, Setting
 from balnorm.study.statistics import Difference, Spread, difference, epochs_to_reach, final, spread
 from balnorm.text_table import text_table
 

@@ -5,22 +5,34 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from balnorm.errors import Failure
 from balnorm.training.config import Recipe, differences
 from balnorm.training.files import parse_json, write_atomically
+from balnorm.training.machine import environment
 
-__all__ = ["Run", "RunBusyError", "RunError", "check_records", "check_same", "environment", "has_ended", "read_metrics"]
+__all__ = [
+    "Record",
+    "Run",
+    "RunBusyError",
+    "RunError",
+    "State",
+    "check_records",
+    "check_same",
+    "read_metrics",
+    "state_after",
+]
+
+State = Literal["new", "unfinished", "finished", "diverged", "failed", "busy"]
+"""How far a run is. It has ended if it is finished or diverged; one that is busy is trained by another process."""
+
+Record = dict[str, Any]
+"""What a run measured in one epoch."""
 
 _NUMBERS = ("epoch", "lr", "momentum", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds")
 
@@ -37,7 +49,8 @@ class Run:
     """The folder of one run.
 
     ``config.json`` is the recipe; ``environment.json`` the machine and versions, of every start; ``metrics.jsonl`` a
-    line for each epoch; ``checkpoint.pt`` (and the one before it) the state to go on from; ``tensorboard/`` its curves.
+    line for each epoch; ``checkpoint.pt`` (and the one before it) the state to go on from; ``tensorboard/`` its curves;
+    ``error.txt`` says why it failed, until the next start.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -47,6 +60,7 @@ class Run:
         self.checkpoint = self.folder / "checkpoint.pt"
         self.environment = self.folder / "environment.json"
         self.tensorboard = self.folder / "tensorboard"
+        self.error = self.folder / "error.txt"
 
     def check(self, recipe: Recipe) -> None:
         """Raise a RunError unless the folder is new, empty, or holds a run of the same recipe."""
@@ -93,7 +107,22 @@ class Run:
         starts = starts if isinstance(starts, list) else []
         self._write(self.environment, [*starts, {**environment(), **more}])
 
-    def records(self) -> list[dict[str, Any]]:
+    def keep_failure(self, recipe: Recipe, text: str) -> None:
+        """Write down why the run failed, in a folder that one that failed early has not made yet."""
+        with suppress(OSError):
+            self.create(recipe)
+            write_atomically(self.error, text.encode(errors="replace"))
+
+    def progress(self, epochs: int) -> tuple[State, list[Record]]:
+        """How far the run is, and its records. A RunError says where they cannot be those of so many epochs."""
+        if not self.config.exists():
+            return "new", []
+        records = self.records()
+        check_records(self.metrics, records, epochs)
+        # Failed also where all epochs are done: their last state may not be saved.
+        return "failed" if self.error.exists() else state_after(records, epochs), records
+
+    def records(self) -> list[Record]:
         """The lines of ``metrics.jsonl``; a last line that broke off is left out."""
         return read_metrics(self.metrics)
 
@@ -102,7 +131,7 @@ class Run:
         kept = [record for record in self.records() if record["epoch"] <= epochs]
         write_atomically(self.metrics, "".join(_line(record) for record in kept).encode())
 
-    def add_record(self, record: dict[str, Any]) -> None:
+    def add_record(self, record: Record) -> None:
         with self.metrics.open("a") as file:
             file.write(_line(record))
             file.flush()
@@ -113,7 +142,7 @@ class Run:
         write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Record]:
     """The records in a ``metrics.jsonl``, without a last line that was not finished."""
     if not path.exists():
         return []
@@ -143,12 +172,14 @@ def check_same(ours: Recipe, theirs: Recipe, place: Path) -> None:
         )
 
 
-def has_ended(records: Sequence[dict[str, Any]], epochs: int) -> bool:
-    """Whether a run with these records has done all of its epochs, or has diverged."""
-    return bool(records) and bool(records[-1].get("diverged") or records[-1]["epoch"] >= epochs)
+def state_after(records: Sequence[Record], epochs: int) -> State:
+    """How far a run of so many epochs is that has these records."""
+    if records and records[-1].get("diverged"):
+        return "diverged"
+    return "finished" if records and records[-1]["epoch"] >= epochs else "unfinished"
 
 
-def check_records(path: Path, records: Sequence[dict[str, Any]], epochs: int, first_line: int = 1) -> None:
+def check_records(path: Path, records: Sequence[Record], epochs: int, first_line: int = 1) -> None:
     """Raise a RunError, with the line, where the records are not what a run of so many epochs can have measured."""
     for number, record in enumerate(records, 1):
         where = f"{path}, line {first_line + number - 1}"
@@ -176,42 +207,5 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def _line(record: dict[str, Any]) -> str:
+def _line(record: Record) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
-
-
-def environment() -> dict[str, Any]:
-    """The machine and the versions, as far as they can change a result."""
-    import torch
-
-    from balnorm.functional import backend
-
-    try:
-        git = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-        ).stdout.strip()
-    except OSError:  # no git here
-        git = ""
-    cuda = torch.cuda.is_available()
-    return {
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "balnorm": version("balnorm"),
-        "commit": git or None,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "threads": torch.get_num_threads(),
-        "backend": backend(),
-        "gpu": torch.cuda.get_device_name() if cuda else None,
-        "cuda": torch.version.cuda if cuda else None,
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())

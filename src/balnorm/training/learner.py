@@ -1,0 +1,207 @@
+"""A network in training: what a step does, and an evaluation. It knows nothing of epochs, folders and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+from balnorm.data import Blend, ImageSpec, Mixup, soft_cross_entropy
+from balnorm.data.augment import generator
+from balnorm.layers import BalNormLayer
+from balnorm.models import create_model
+from balnorm.norms import get_norm, set_progress
+from balnorm.surgery import param_groups, scale_to_data, update_stats
+from balnorm.training.config import Recipe
+from balnorm.training.images import make_loaders
+from balnorm.training.processes import Processes
+from balnorm.training.schedules import Rates, rates
+
+__all__ = ["Learner", "autocast", "make_model", "make_optimizer", "set_rates", "sums_of"]
+
+_RENEWAL = 20  # batches that give averaged weights their statistics
+_MIXUP = 3  # the key of mixup's random numbers, beside those of order and augmentation
+
+
+class Learner:
+    """A recipe's data, network and optimiser."""
+
+    def __init__(self, recipe: Recipe, team: Processes, root: Path) -> None:
+        self.recipe, self.team, self.norm = recipe, team, get_norm(recipe.norm)
+        self.train_loader, self.test_loader, self.images = make_loaders(recipe, team, root)
+        torch.manual_seed(recipe.seed)
+        self.model = make_model(recipe, team, self.images)
+        points = getattr(self.model, "mix_points", ("input",)) if recipe.mixup == "manifold" else ("input",)
+        self.mixup = None if recipe.mixup == "none" else Mixup(self.model, recipe.alpha, points)
+        self.averaged = None
+        if recipe.ema is not None:
+            average = get_ema_multi_avg_fn(recipe.ema)  # type: ignore[no-untyped-call]
+            self.averaged = AveragedModel(self.model, multi_avg_fn=average, use_buffers=True)
+        self.forward: nn.Module = self.model
+        if recipe.compile:
+            self.forward = torch.compile(self.forward)  # type: ignore[assignment]
+        if team.world > 1:
+            on_gpu = [team.device] if team.device.type == "cuda" else None
+            self.forward = nn.parallel.DistributedDataParallel(self.forward, device_ids=on_gpu)
+        self.optimizer = make_optimizer(recipe, self.model)
+        self.scaler = torch.amp.GradScaler(team.device.type, enabled=recipe.precision == "float16")
+
+    def measure_scales(self) -> None:
+        """Before the first step, where the recipe asks for it; afterwards the state carries the scales."""
+        if self.recipe.scale_to_data:
+            images, _ = next(self.train_loader.epoch(0))
+            scale_to_data(self.model, images)
+
+    def follow_schedule(self, epoch: float) -> None:
+        """Set what changes with the epochs that are done; a part of one counts."""
+        for group in self.optimizer.param_groups:
+            set_rates(group, rates(self.recipe, epoch))
+        if self.norm.follows_progress:
+            set_progress(self.model, epoch / self.recipe.epochs)
+
+    def step(self, images: Tensor, labels: Tensor, epoch: int = 0, step: int = 0) -> tuple[Tensor, Tensor]:
+        """Forward, backward, and a step of the optimiser. Returns scores and loss."""
+        recipe = self.recipe
+        blend = self.draw_blend(len(labels), epoch, step)
+        mixing = contextlib.nullcontext() if self.mixup is None or blend is None else self.mixup.active(blend)
+        with mixing, autocast(recipe, self.team.device):
+            scores = self.forward(images)
+        loss = self.loss(scores.float(), labels, blend)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        if recipe.clip_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.averaged is not None:
+            self.averaged.update_parameters(self.model)
+        return scores.detach(), loss.detach()
+
+    def loss(self, scores: Tensor, labels: Tensor, blend: Blend | None) -> Tensor:
+        if blend is not None:
+            return soft_cross_entropy(scores, blend.targets(labels, len(self.images.classes)), self.recipe.loss)
+        if self.recipe.loss == "bce":
+            return soft_cross_entropy(scores, F.one_hot(labels, len(self.images.classes)).float(), "bce")
+        return F.cross_entropy(scores, labels, label_smoothing=self.recipe.label_smoothing)
+
+    def draw_blend(self, size: int, epoch: int, step: int) -> Blend | None:
+        if self.mixup is None:
+            return None
+        key = (self.recipe.seed, epoch, _MIXUP, step, self.team.rank)
+        return self.mixup.draw(size, generator(*key), self.team.device)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss and accuracy on the test set, each image counted once, whatever the number of processes."""
+        model = self.model
+        if self.averaged is not None:
+            model = self.averaged
+            renew_statistics(model, [images for images, _ in itertools.islice(self.train_loader.epoch(), _RENEWAL)])
+        self.team.share_buffers(model)
+        model.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.team.device)
+        for images, labels in self.test_loader.epoch():
+            scores = model(images).float()
+            loss = F.cross_entropy(scores, labels, reduction="sum")
+            sums += sums_of(loss, scores, labels)
+        loss_sum, right_sum, count = self.team.sum(sums).tolist()
+        return {"test_loss": loss_sum / count, "test_accuracy": right_sum / count}
+
+    def state(self) -> dict[str, Any]:
+        """All that training changes."""
+        rng = [torch.get_rng_state()]
+        if self.team.device.type == "cuda":
+            rng.append(torch.cuda.get_rng_state(self.team.device))
+        return {
+            "model": self.model.state_dict(),
+            "averaged": None if self.averaged is None else self.averaged.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "rng": rng,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take up what :meth:`state` returned. Raises an error of any kind where it is not of this recipe."""
+        self.model.load_state_dict(state["model"])
+        if self.averaged is not None:
+            self.averaged.load_state_dict(state["averaged"])
+        _load_optimizer(self.optimizer, state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        torch.set_rng_state(state["rng"][0])
+        if self.team.device.type == "cuda" and len(state["rng"]) > 1:
+            torch.cuda.set_rng_state(state["rng"][1], self.team.device)
+
+
+def make_model(recipe: Recipe, team: Processes, images: ImageSpec) -> nn.Module:
+    """The network, on its device, in channels_last."""
+    options = {"in_channels": images.channels, **recipe.model_options()}
+    model = create_model(recipe.model, recipe.norm, len(images.classes), **options)
+    if recipe.sync_stats:
+        if get_norm(recipe.norm).sync == "torch":
+            if team.device.type == "cpu":
+                raise ValueError("sync_stats for batchnorm is torch's SyncBatchNorm, which needs GPUs")
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        for module in model.modules():
+            if isinstance(module, BalNormLayer):
+                module.sync_stats = True
+    return model.to(team.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimiser, with weight decay on weights only."""
+    groups = param_groups(model, recipe.weight_decay)
+    if recipe.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=recipe.lr)
+    return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum)
+
+
+def renew_statistics(model: nn.Module, batches: list[Tensor]) -> None:
+    """Estimate the statistics of averaged weights anew: an average of the statistics on the way does not fit them.
+
+    Those of balanced layers and BatchNorms: batch renormalisation and mean-only BatchNorm keep the average.
+    """
+    update_bn(batches, model)
+    update_stats(batches, model)
+
+
+def set_rates(group: dict[str, Any], rate: Rates) -> None:
+    """Give an optimiser's group of parameters the learning rate and the momentum of a step."""
+    group["lr"] = rate.lr
+    if "betas" in group:
+        group["betas"] = (rate.momentum, group["betas"][1])
+    else:
+        group["momentum"] = rate.momentum
+
+
+def autocast(recipe: Recipe, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """The precision of a recipe, as a context."""
+    if recipe.precision == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, {"bfloat16": torch.bfloat16, "float16": torch.float16}[recipe.precision])
+
+
+def sums_of(loss: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
+    """What an epoch adds up: loss, right answers, images."""
+    right = (scores.argmax(1) == labels).sum().double()
+    return torch.stack([loss.double(), right, torch.full_like(right, len(labels))])
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """As its own method does, which believes whatever it is given."""
+    ours, theirs = (
+        [{name: group[name] for name in group if name not in ("params", "lr", "momentum", "betas")} for group in groups]
+        for groups in (optimizer.param_groups, state["param_groups"])
+    )
+    if ours != theirs:
+        raise ValueError("the optimiser has other options")
+    optimizer.load_state_dict(state)
+    for parameter, kept in optimizer.state.items():
+        if any(isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape for value in kept.values()):
+            raise ValueError("the optimiser is of another network")

@@ -1,0 +1,81 @@
+"""The machine that a run is on: what it is, with which versions, and how much memory the run takes."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["environment", "forget_peak_memory", "peak_memory"]
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the versions, as far as they can change a result."""
+    import torch
+
+    from balnorm.functional import backend
+
+    try:
+        git = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        ).stdout.strip()
+    except OSError:  # no git here
+        git = ""
+    cuda = torch.cuda.is_available()
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "balnorm": version("balnorm"),
+        "commit": git or None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "backend": backend(),
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "cuda": torch.version.cuda if cuda else None,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Count the peak from here, where the system can: reading the data may take more than training."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes that this process has used so far: on its GPU, or else in main memory, where that is known."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError):  # Linux
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
