@@ -26,6 +26,7 @@ BENCH = [
     "profiling",
     "export",
     "study",
+    "commands",
     "cli",
     "__main__",
 ]  # uses the library, and never the other way round
@@ -55,7 +56,8 @@ OTHERS = {
     "profiling": {"torch"},
     "export": {"torch"},
     "study": {"jinja2", "matplotlib", "numpy", "ray", "rich", "torch"},
-    "cli": {"torch", "tyro"},
+    "commands": {"torch", "tyro"},
+    "cli": {"tyro"},
 }
 
 

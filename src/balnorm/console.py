@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["Output", "patient_output", "say"]
+__all__ = ["Output", "patient_output", "remark", "say"]
 
 _PLAIN = str.maketrans({"–": "-", "∞": "inf"})  # noqa: RUF001  # what our tables have beyond ASCII
 
@@ -71,6 +71,12 @@ def say(text: str) -> None:
     if sys.stdout is not None:
         out = sys.stdout if isinstance(sys.stdout, Output) else Output(sys.stdout)
         print(text, file=out, flush=True)
+
+
+def remark(*sentences: str) -> None:
+    """Print sentences to standard error, each with the name of the command."""
+    for each in sentences:
+        print(f"balnorm: {each}", file=sys.stderr)
 
 
 def _opened(stream: Any, number: int) -> Output:

@@ -1,0 +1,375 @@
+"""What each command does, once its options are parsed. Torch is imported where it is needed: help comes at once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from balnorm.console import remark
+from balnorm.errors import Failure, sentence
+from balnorm.training.config import NormName, Recipe, without_effect
+from balnorm.training.files import write_atomically
+
+if TYPE_CHECKING:
+    from balnorm.export import Saved
+
+__all__ = [
+    "Bench", "BenchOptions", "Compare", "Data", "Fold", "Grid", "Inspect", "Pack", "ReportOptions", "StudyRecipe",
+    "Train", "Where", "bench", "compare", "data", "fold", "inspect", "pack", "report", "train",
+]  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Options
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StudyRecipe(Recipe):
+    norm: Annotated[NormName, tyro.conf.Suppress] = "balnorm"
+    seed: int = 0
+    """The first of the seeds."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which runs there are, and where."""
+
+    norms: tuple[NormName, ...] = ("balnorm", "batchnorm", "groupnorm", "none")
+    """The normalisations to compare."""
+    seeds: int = 5
+    """How many runs of each."""
+    vary: tuple[str, ...] = ()
+    """Fields to vary besides, each with its values: lr=0.01,0.1,1 batch_size=8,128"""
+    out: Path | None = None
+    """The study's folder; None is studies/<recipe>."""
+    root: Path = Path("data")
+    """The folder that the data is in."""
+    device: str | None = None
+    """Such as cuda:1; None takes the GPUs in turn if there are any."""
+    jobs: int = 1
+    """Runs at a time on this machine, which share its cores."""
+    threads: int | None = None
+    """Cores for each run; None divides the machine's by the jobs, and is 1 on a Ray cluster."""
+    ray: str | None = None
+    """The address of a Ray cluster to run them on, or "local"; --out and --root must be on storage it shares."""
+    gpus: float = 0.0
+    """GPUs for each run on a Ray cluster; 0.5 lets two share one."""
+    dry_run: bool = False
+    """Show what would be run and how long it would take, and run nothing."""
+    quiet: bool = False
+    """Show nothing meanwhile."""
+
+
+@dataclass(frozen=True)
+class Compare:
+    recipe: StudyRecipe
+    grid: Grid
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a run is, and how it is kept."""
+
+    out: Path | None = None
+    """The run's folder; None is runs/<recipe>-<norm>-<seed>."""
+    root: Path = Path("data")
+    """The folder that the data is in."""
+    device: str | None = None
+    """Such as cuda:1; None takes a GPU if there is one."""
+    checkpoint_steps: int | None = None
+    """Save the state inside an epoch after every so many steps."""
+    checkpoint_minutes: float | None = 10.0
+    """Save the state inside an epoch after so many minutes."""
+    quiet: bool = False
+    """Show nothing."""
+
+
+@dataclass(frozen=True)
+class Train:
+    recipe: Recipe
+    where: Where
+
+
+@dataclass(frozen=True)
+class Data:
+    """List the data sets, fetch one, or check its files."""
+
+    action: Annotated[Literal["list", "get", "check"], tyro.conf.Positional]
+    name: Annotated[str | None, tyro.conf.Positional] = None
+    """The data set."""
+    root: Path = Path("data")
+    """The folder that it is in, or goes to."""
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Of studies, packed or still running, or of runs."""
+    out: Path | None = None
+    """Where to write; None is the folder report in that of the study, or here if there are several."""
+    title: str | None = None
+    """Of the page; None takes the recipes' names."""
+    baseline: NormName = "batchnorm"
+    """What the others are compared with."""
+    reach: tuple[float, ...] = ()
+    """Test accuracies, such as 0.9, to tell the epochs until which; some near the best if none are given."""
+    formats: tuple[Literal["svg", "png", "pdf"], ...] = ("svg", "png", "pdf")
+    """Of the figures' files."""
+    quiet: bool = False
+    """Print the path of the page and nothing else."""
+
+
+@dataclass(frozen=True)
+class Pack:
+    study: Annotated[Path, tyro.conf.Positional]
+    """The folder of a study."""
+    out: Path | None = None
+    """Where to write study.json and metrics.csv; None is the study's own folder."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    norms: tuple[NormName, ...] = ("none", "batchnorm", "groupnorm", "balnorm", "balnorm-position")
+    """The first is what the others are compared with."""
+    rounds: int = 11
+    """In each of which every norm has one training step."""
+    device: str | None = None
+    """Such as cuda:1; None takes a GPU if there is one."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    recipe: StudyRecipe
+    bench: BenchOptions
+
+
+@dataclass(frozen=True)
+class Inspect:
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """Of a run, or its folder."""
+    root: Path = Path("data")
+    """The folder that the data is in: the layers are shown a batch of its test images."""
+    images: int = 64
+    """How many of them."""
+    figure: Path | None = None
+    """Draw the balance of every layer into this file (svg, png or pdf)."""
+
+
+@dataclass(frozen=True)
+class Fold:
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """Of a run, or its folder."""
+    out: Path
+    """The file to write: .pt for a state dict, .pt2 for a torch.export program, .onnx for ONNX."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Studies
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def compare(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]], base: Recipe) -> None:
+    """Run a study and report it.
+
+    Args:
+        recipe: what its runs have in common.
+        grid: which runs there are, and where.
+        vary: the values of each field that varies.
+        base: the recipe before it was changed.
+    """
+    from balnorm.study.executors import Executor, LocalExecutor, RayExecutor, Resources
+    from balnorm.study.grid import plan
+    from balnorm.study.runner import cores, dry_run, run_study
+
+    if grid.jobs < 1 or (grid.threads is not None and grid.threads < 1):
+        raise ValueError("jobs and threads must be at least 1")
+    if grid.ray == "":
+        raise ValueError('ray must be the address of a cluster, or "local"')
+    if not 0 <= grid.gpus < math.inf or (grid.ray is None and grid.gpus):
+        raise ValueError("gpus must not be negative, and is for a Ray cluster: give --ray too")
+    if grid.gpus > 1 and grid.gpus % 1:
+        raise ValueError(f"gpus must be a whole number, or below 1 to share one, got {grid.gpus}")
+    if grid.ray is not None and grid.jobs != 1:
+        raise ValueError("jobs is for this machine: a Ray cluster runs as many as it has room for")
+    out = grid.out or Path("studies") / recipe.name
+    threads = grid.threads or (1 if grid.ray else max(1, cores() // grid.jobs))
+    resources = Resources(grid.root.absolute(), threads, grid.device)
+    runs = plan(recipe, out, grid.norms, grid.seeds, vary)
+    remark(*without_effect(base, [run.recipe for run in runs]))
+    if grid.dry_run:
+        print(dry_run(runs, grid.jobs, resources))
+        return
+    executor: Executor
+    executor = RayExecutor(grid.ray, resources, grid.gpus) if grid.ray else LocalExecutor(grid.jobs, resources)
+    with contextlib.closing(executor):
+        ended = run_study(runs, executor, show=not grid.quiet)
+    report(ReportOptions((out,), quiet=grid.quiet))
+    if failed := sum(run.state in ("failed", "unfinished") for run in ended):
+        raise Failure(f"{failed} of {len(runs)} runs failed; the same command tries them again")
+
+
+def report(options: ReportOptions) -> None:
+    """Write a report, and print its tables."""
+    from balnorm.study.report import write_report
+
+    if not options.folders:
+        raise ValueError("which folder? that of a study or of a run, as in `balnorm report studies/digits`")
+    out = options.out or (options.folders[0] / "report" if len(options.folders) == 1 else Path("report"))
+    try:
+        written = write_report(
+            options.folders,
+            out,
+            title=options.title,
+            baseline=options.baseline,
+            reach=options.reach,
+            formats=options.formats,
+        )
+    except OSError as error:
+        raise Failure(f"the report could not be written ({sentence(error)})") from error
+    if not options.quiet:
+        print(f"\n{written}\n")
+    remark(*written.problems)
+    print(written.page if options.quiet else f"report: {written.page}")
+
+
+def pack(options: Pack) -> None:
+    """Write the finished runs of a study as two files."""
+    from balnorm.study.packed import METRICS, STUDY, write_packed
+    from balnorm.study.results import read_results
+
+    results, out = read_results([options.study]), options.out or options.study
+    remark(*results.problems)
+    packed = results.packed()
+    if left := len(results.runs) - len(packed.runs):
+        remark(f"{left} of {len(results.runs)} runs are not finished: left out")
+    if not packed.runs:
+        raise ValueError(f"there is no finished run in {options.study}")
+    write_packed(packed, out)
+    print(f"{len(packed.runs)} runs: {out / STUDY} and {out / METRICS}")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Single runs
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def train(options: Train, base: Recipe) -> None:
+    """Train one network; ``base`` is the recipe before it was changed."""
+    from balnorm.training import trainer
+    from balnorm.training.processor import check_precision
+
+    recipe, where = options.recipe, options.where
+    recipe.check()
+    remark(*without_effect(base, [recipe]))
+    check_precision(recipe.precision, where.device)
+    trainer.train(
+        recipe,
+        where.out or Path("runs") / f"{recipe.name}-{recipe.norm}-{recipe.seed}",
+        root=where.root,
+        device=where.device,
+        checkpoint_steps=where.checkpoint_steps,
+        checkpoint_minutes=where.checkpoint_minutes,
+        show=not where.quiet,
+    )
+
+
+def data(options: Data) -> int:
+    """List data sets, fetch one, or check its files. Returns the exit code."""
+    from balnorm.data import SETS, check, download
+
+    if options.action != "list" and options.name is None:
+        raise ValueError(f"which data set? one of {', '.join(SETS)}, as in `balnorm data {options.action} cifar10`")
+    for name in SETS if options.name is None else [options.name]:
+        if options.action == "get":
+            for path in download(name, options.root):
+                print(path)
+        states = check(name, options.root)
+        if options.action == "list":
+            files = "inside scikit-learn" if not states else ", ".join(sorted(set(states.values())))
+            print(f"{name:15}{files}")
+        elif options.action == "check":
+            for file, state in states.items():
+                print(f"{file:40}{state}")
+            if set(states.values()) & {"missing", "damaged"}:
+                return 1
+    return 0
+
+
+def bench(options: Bench) -> None:
+    """Print the time and the memory of training steps."""
+    recipe, bench_options = Recipe(**vars(options.recipe)), options.bench
+    recipe.check()
+    if not bench_options.norms or bench_options.rounds < 2:
+        raise ValueError("bench needs a norm and two rounds at least")
+    import platform
+
+    import torch
+
+    from balnorm.profiling import bench as measured
+    from balnorm.training.images import image_shape
+    from balnorm.training.processes import processes
+    from balnorm.training.processor import check_precision
+
+    (channels, size, _), classes = image_shape(recipe)
+    with processes(bench_options.device) as team:
+        device = team.device
+    check_precision(recipe.precision, device.type)
+    print(
+        f"{recipe.model} {recipe.name}, batch {recipe.batch_size} of {channels}x{size}x{size}, {recipe.precision}, "
+        f"forward and backward; {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"{platform.platform()}; {bench_options.rounds} interleaved rounds"
+    )
+    print(measured(recipe, bench_options.norms, (channels, size, size), classes, bench_options.rounds, device))
+
+
+def inspect(options: Inspect) -> None:
+    """Print what a checkpoint holds, and the balance of every layer."""
+    if options.images < 1:
+        raise ValueError(f"images must be at least 1, got {options.images}")
+    if options.figure is not None and options.figure.suffix not in (".svg", ".png", ".pdf"):
+        raise ValueError(f"the figure must end in .svg, .png or .pdf, got {options.figure}")
+    from balnorm.diagnostics import balance_report
+    from balnorm.export import test_batch
+
+    saved = _loaded(options.checkpoint)
+    recipe = saved.recipe
+    state = saved.state if saved.state == "finished" else f"{saved.state} after {saved.epoch} of {recipe.epochs} epochs"
+    count = sum(parameter.numel() for parameter in saved.model.parameters())
+    print(f"{recipe.name} {recipe.norm} seed {recipe.seed}: {recipe.model}, {count:,} parameters, {state}\n")
+    report = balance_report(saved.model, test_batch(saved, options.root, options.images))
+    print(report)
+    if options.figure is not None:
+        picture = io.BytesIO()
+        report.figure().savefig(picture, format=options.figure.suffix[1:])
+        write_atomically(options.figure, picture.getvalue())
+        print(f"\nfigure: {options.figure}")
+
+
+def fold(options: Fold) -> None:
+    """Write a trained network as plain convolutions."""
+    from balnorm.export import export_folded
+
+    saved = _loaded(options.checkpoint)
+    if saved.state != "finished":
+        epochs = f"{saved.epoch} of {saved.recipe.epochs} epochs"
+        what = "has diverged" if saved.state == "diverged" else "is not finished"
+        remark(f"the run {what}; this is its network after {epochs}")
+    export_folded(saved, options.out)
+    print(options.out)
+
+
+def _loaded(checkpoint: Path) -> Saved:
+    """The network of a run, with a word where its last checkpoint was damaged."""
+    from balnorm.export import load_saved
+
+    saved = load_saved(checkpoint)
+    if saved.remark:
+        remark(saved.remark)
+    return saved
