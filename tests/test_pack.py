@@ -15,6 +15,7 @@ from balnorm.study.grid import plan
 from balnorm.study.packed import read_packed, write_packed
 from balnorm.study.report import write_report
 from balnorm.study.results import read_results
+from balnorm.study.statistics import differences_to
 from balnorm.study.tables import study_tables
 from balnorm.training.run import RunError
 from folders import make_run
@@ -299,7 +300,8 @@ def test_a_published_page_says_what_its_study_says(name):
     baseline = re.search(r"--baseline\s+(\w+)", page)
     results = read_results([RESULTS / name])
     assert not results.problems
-    tables = study_tables(results, [level / 100 for level in range(1, 100)], baseline[1] if baseline else "batchnorm")
+    compared = differences_to(results, baseline[1] if baseline else "batchnorm")
+    tables = study_tables(results, [level / 100 for level in range(1, 100)], compared)
     said = {cell.text.replace("–", "-") for table in tables for row in table.rows for cell in row}  # noqa: RUF001
     for table in tables:
         if table.key == "differences":

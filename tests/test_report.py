@@ -24,6 +24,7 @@ from balnorm.study.report import summarize, write_report
 from balnorm.study.results import read_results
 from balnorm.study.statistics import (
     difference,
+    differences_to,
     epochs_to_reach,
     final,
     levels,
@@ -48,6 +49,16 @@ def study(tmp_path):
         make_run(tmp_path, "groupnorm", seed, [0.4] if seed == 0 else [0.4, 0.5, 0.6], epochs=3, diverged=seed == 0)
         make_run(tmp_path, "none", seed, [0.2, 0.3] if seed == 2 else [0.2, 0.3, 0.4], epochs=3)
     return tmp_path
+
+
+def tables_of(study, reach):
+    results = read_results([study])
+    return study_tables(results, reach, differences_to(results, "batchnorm"))
+
+
+def summary_of(study):
+    results = read_results([study])
+    return summarize(results, differences_to(results, "batchnorm"))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -139,7 +150,7 @@ def rows_of(table):
 
 
 def test_the_tables_say_what_the_runs_say(study):
-    results, differences, cost = study_tables(read_results([study]), [0.55, 0.7], "batchnorm")
+    results, differences, cost = tables_of(study, [0.55, 0.7])
     rows = rows_of(results)
     assert list(rows) == ["balnorm", "batchnorm", "groupnorm", "none"]
     assert rows["balnorm"]["test accuracy, %"] == "75.00 (73.00–77.00)"  # noqa: RUF001
@@ -160,7 +171,7 @@ def test_the_tables_say_what_the_runs_say(study):
 
 
 def test_the_csv_has_the_numbers_themselves(study):
-    results, differences, _ = study_tables(read_results([study]), [0.55], "batchnorm")
+    results, differences, _ = tables_of(study, [0.55])
     rows = {row["setting"]: row for row in csv.DictReader(io.StringIO(as_csv(results)))}
     assert float(rows["balnorm"]["test_accuracy"]) == pytest.approx(0.75)
     assert float(rows["groupnorm"]["test_loss_high"]) == math.inf
@@ -170,7 +181,7 @@ def test_the_csv_has_the_numbers_themselves(study):
 
 
 def test_markdown_and_latex_are_well_formed(study):
-    for table in study_tables(read_results([study]), [0.55], "batchnorm"):
+    for table in tables_of(study, [0.55]):
         lines = as_markdown(table).splitlines()
         body = [line for line in lines if line.startswith("|")]
         assert len({line.count("|") for line in body}) == 1
@@ -270,7 +281,7 @@ def test_the_same_study_gives_the_same_bytes(study):
 
 
 def test_the_summary_in_words(study):
-    text = " ".join(summarize(read_results([study]), "batchnorm"))
+    text = " ".join(summary_of(study))
     assert "balnorm came out highest: a median test accuracy of 75.00% after 3 epochs" in text
     verdict = (
         "balnorm is +3.00 points from batchnorm (median of 5 seeds, 95% interval +1.00 to +5.00, which excludes 0)"
@@ -284,7 +295,7 @@ def test_a_tie_has_no_winner(tmp_path):
     for seed in range(5):
         for norm in ("balnorm", "batchnorm", "none"):
             make_run(tmp_path, norm, seed, [0.5, 0.6 if norm == "none" else 0.8])
-    text = " ".join(summarize(read_results([tmp_path]), "batchnorm"))
+    text = " ".join(summary_of(tmp_path))
     assert (
         "balnorm and batchnorm came out highest, alike: a median test accuracy of 80.00% after 2 epochs (5 seeds)."
         in text
@@ -297,7 +308,7 @@ def test_the_summary_of_many_pairs_is_one_sentence(tmp_path):
         for seed in range(5):
             make_run(tmp_path, "batchnorm", seed, [0.2, 0.5 + seed / 100], lr=lr)
             make_run(tmp_path, "balnorm", seed, [0.2, 0.5 + seed / 100 + gain], lr=lr)
-    (sentence,) = [text for text in summarize(read_results([tmp_path]), "batchnorm") if "Seed by seed" in text]
+    (sentence,) = [text for text in summary_of(tmp_path) if "Seed by seed" in text]
     assert "ahead of batchnorm in 2 of 4 such pairs of settings and behind in 1" in sentence
 
 

@@ -15,8 +15,8 @@ from balnorm.norms import NORMS
 from balnorm.study.figures import Figure, figures
 from balnorm.study.plots import FORMATS, figure_files
 from balnorm.study.results import Result, Results, Setting, read_results
-from balnorm.study.statistics import difference, final, levels, spread
-from balnorm.study.tables import Table, as_csv, as_latex, as_markdown, as_text, baseline_of, study_tables
+from balnorm.study.statistics import Differences, differences_to, final, levels, spread
+from balnorm.study.tables import Table, as_csv, as_latex, as_markdown, as_text, study_tables
 from balnorm.training.config import Recipe
 from balnorm.training.files import write_atomically
 
@@ -69,14 +69,15 @@ def write_report(
         raise ValueError(f"there is no run in {', '.join(map(str, folders))}{because}")
     out = Path(out)
     problems = list(results.problems)
-    tables = study_tables(results, sorted(reach) or levels(results), baseline)
+    compared = differences_to(results, baseline)
+    tables = study_tables(results, sorted(reach) or levels(results), compared)
     drawn = figures(results)
     files = [_drawn(figure, formats, problems) for figure in drawn]
     contents = {name: data for each in files for name, data in each.items()}
     for table in tables:
         for ending, text in {"csv": as_csv(table), "md": as_markdown(table), "tex": as_latex(table)}.items():
             contents[f"{table.key}.{ending}"] = _encoded(text)
-    summary = summarize(results, baseline)
+    summary = summarize(results, compared)
     title = title or "balnorm: " + ", ".join(sorted({run.recipe.name for run in results.runs}))
     page = _render(
         title=title,
@@ -147,7 +148,7 @@ def _kept(errors: list[OSError]) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def summarize(results: Results, baseline: str) -> list[str]:
+def summarize(results: Results, differences: Differences) -> list[str]:
     """What came out, in sentences."""
     sentences = []
     ranked = sorted(
@@ -171,7 +172,8 @@ def summarize(results: Results, baseline: str) -> list[str]:
         more = f" and {rest} more" if rest else ""
         if others:
             sentences.append(f"Then {', '.join(others)}{more}.")
-    compared = _compared(results, baseline)
+    baseline = differences.baseline
+    compared = _compared(differences)
     if not compared and len({setting.norm for setting in results.settings} | {baseline, "balnorm"}) > 2:
         compared = [f"There are no finished runs of balnorm and {baseline} alike in all else, to compare seed by seed."]
     sentences += compared
@@ -185,15 +187,11 @@ def _final_spread(results: Results, setting: Setting) -> Any:
     return spread(list(final(results.of(setting), "test_accuracy").values()))
 
 
-def _compared(results: Results, baseline: str) -> list[str]:
+def _compared(differences: Differences) -> list[str]:
     """BalNorm against the baseline, where the study has both: a sentence each, or one for all where they are many."""
-    sentences, ahead, behind = [], 0, 0
-    for setting in results.settings:
-        other = baseline_of(setting, results, baseline)
-        if other is None or setting.norm != "balnorm":
-            continue
-        found = difference(final(results.of(setting), "test_accuracy"), final(results.of(other), "test_accuracy"))
-        if found is None:
+    baseline, sentences, ahead, behind = differences.baseline, [], 0, 0
+    for setting, found in differences.by_setting.items():
+        if setting.norm != "balnorm":
             continue
         ahead, behind = ahead + (found.low > 0), behind + (found.high < 0)
         text = f"Seed by seed, {setting} is {100 * found.median:+.2f} points from {baseline} (median of "

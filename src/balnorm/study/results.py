@@ -97,8 +97,12 @@ class Results:
         """What varies by size or name, and within that the norms in the order of their list."""
         return sorted(dict.fromkeys(run.setting for run in self.runs), key=_place)
 
+    @functools.cached_property
+    def _by_setting(self) -> dict[Setting, list[Result]]:
+        return {setting: [run for run in self.runs if run.setting == setting] for setting in self.settings}
+
     def of(self, setting: Setting) -> list[Result]:
-        return [run for run in self.runs if run.setting == setting]
+        return self._by_setting.get(setting, [])
 
     def count(self, state: State) -> int:
         return sum(run.state == state for run in self.runs)

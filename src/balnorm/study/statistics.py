@@ -12,13 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from balnorm.study.results import Result, Results
+from balnorm.study.results import Result, Results, Setting
 
 __all__ = [
     "Band",
     "Difference",
+    "Differences",
     "Spread",
     "difference",
+    "differences_to",
     "epochs_to_reach",
     "final",
     "levels",
@@ -118,6 +120,25 @@ def levels(results: Results) -> list[float]:
     medians = [quantile(list(values.values()), 0.5) for values in finals if values]
     best = max(medians, default=0.0)
     return sorted({math.floor(100 * best * part) / 100 for part in (0.75, 0.9, 0.97)} - {0.0})
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What the settings of a study gain or lose against those of one norm, with all else alike."""
+
+    baseline: str
+    by_setting: dict[Setting, Difference]
+
+
+def differences_to(results: Results, baseline: str) -> Differences:
+    """The difference in final test accuracy of every setting that has a counterpart with the baseline norm."""
+    found = {}
+    for setting in results.settings:
+        if setting.norm != baseline and (other := Setting(baseline, setting.varied)) in results.settings:
+            ours, theirs = (final(results.of(each), "test_accuracy") for each in (setting, other))
+            if (one := difference(ours, theirs)) is not None:
+                found[setting] = one
+    return Differences(baseline, found)
 
 
 def difference(ours: dict[int, float], theirs: dict[int, float], resamples: int = 10_000) -> Difference | None:

@@ -8,11 +8,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from balnorm.study.results import Result, Results, Setting
-from balnorm.study.statistics import Difference, Spread, difference, epochs_to_reach, final, spread
+from balnorm.study.results import Result, Results
+from balnorm.study.statistics import Difference, Differences, Spread, epochs_to_reach, final, spread
 from balnorm.text_table import text_table
 
-__all__ = ["Cell", "Table", "as_csv", "as_latex", "as_markdown", "as_text", "baseline_of", "study_tables"]
+__all__ = ["Cell", "Table", "as_csv", "as_latex", "as_markdown", "as_text", "study_tables"]
 
 Raw = float | str | None
 
@@ -48,9 +48,9 @@ class Table:
         return [[cell.text for cell in row] for row in self.rows]
 
 
-def study_tables(results: Results, levels: Sequence[float], baseline: str) -> list[Table]:
+def study_tables(results: Results, levels: Sequence[float], differences: Differences) -> list[Table]:
     """Final results, differences to the baseline, and cost."""
-    tables = [_final_table(results), _difference_table(results, baseline), _cost_table(results, levels)]
+    tables = [_final_table(results), _difference_table(differences), _cost_table(results, levels)]
     return [table for table in tables if table.rows]
 
 
@@ -90,12 +90,6 @@ def as_csv(table: Table) -> str:
     return text.getvalue()
 
 
-def baseline_of(setting: Setting, results: Results, baseline: str) -> Setting | None:
-    """The setting to compare one with: the baseline norm, with all else alike."""
-    other = Setting(baseline, setting.varied)
-    return other if other != setting and other in results.settings else None
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # The tables
 # --------------------------------------------------------------------------------------------------------------------
@@ -129,15 +123,12 @@ def _final_table(results: Results) -> Table:
     return Table("results", "Results after the last epoch", columns, tuple(rows), note)
 
 
-def _difference_table(results: Results, baseline: str) -> Table:
-    rows = []
-    for setting in results.settings:
-        other = baseline_of(setting, results, baseline)
-        if other is None:
-            continue
-        found = difference(final(results.of(setting), "test_accuracy"), final(results.of(other), "test_accuracy"))
-        if found is not None:
-            rows.append((Cell(str(setting), (str(setting),)), *_difference_cells(found)))
+def _difference_table(differences: Differences) -> Table:
+    baseline = differences.baseline
+    rows = [
+        (Cell(str(setting), (str(setting),)), *_difference_cells(found))
+        for setting, found in differences.by_setting.items()
+    ]
     columns = (
         ("setting", ("setting",)),
         ("seeds", ("seeds",)),
