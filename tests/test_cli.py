@@ -73,7 +73,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys):
     assert main(["comapre"]) == 2
     assert "did you mean compare?" in capsys.readouterr().err
     assert main(["xyz"]) == 2
-    assert "it is one of compare, train," in capsys.readouterr().err
+    assert "the commands are compare, train," in capsys.readouterr().err
     assert main([]) == 2
     assert main(["compare", "cifar"]) == 2
     assert "the recipe must be one of digits" in capsys.readouterr().err
@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_is_told_where_the_one_before_is_used(runs, tmp_pat
     path.write_bytes(path.read_bytes()[:-50])
     assert main(["fold", str(tmp_path / "run"), "--out", str(tmp_path / "x.pt")]) == 0
     told = capsys.readouterr().err
-    assert "checkpoint.pt is truncated or damaged: going on from the one before" in told
+    assert "checkpoint.pt is truncated or damaged: using the previous one" in told
     assert "the run is not finished; this is its network after 1 of 2 epochs" in told
 
 

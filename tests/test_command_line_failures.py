@@ -298,8 +298,8 @@ def test_a_state_that_does_not_fit_leaves_the_one_before(interrupted, tmp_path, 
     path.with_name("checkpoint.pt.previous").write_bytes(previous)
     train(RECIPE, tmp_path / "run")
     printed = capsys.readouterr().out
-    assert "checkpoint.pt holds no state that fits (" in printed
-    assert "going on from the one before" in printed
+    assert "checkpoint.pt does not fit this run (" in printed
+    assert "using the previous one" in printed
     assert "at epoch 2, step 0" in printed
     ours, theirs = (Run(folder).records()[-1] for folder in (tmp_path / "run", interrupted / "whole"))
     assert (ours["epoch"], ours["test_loss"]) == (3, theirs["test_loss"])
@@ -318,7 +318,7 @@ def test_two_states_that_do_not_fit_are_one_sentence(interrupted, tmp_path, caps
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     for command in (["inspect"], ["fold", "--out", str(tmp_path / "x.pt")]):
         assert main([command[0], str(tmp_path / "run"), *command[1:]]) == 1
-        assert "holds no state that fits" in capsys.readouterr().err
+        assert "does not fit this run" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ FOLDERS = {
         lambda images: shutil.rmtree(images / "val/red"),
         "val has no images of red: add some, or remove",
     ),
-    "a broken link": (break_link, "red/9.png cannot be opened: the link leads nowhere, mend or remove it"),
+    "a broken link": (break_link, "red/9.png cannot be opened: the link is broken, fix or remove it"),
     "one class": (
         lambda images: [shutil.rmtree(images / s / "red") for s in ("train", "val")],
         "has one class only, blue",
@@ -373,7 +373,7 @@ MISTAKES = {
     "--epochs 99999999999999999999": "epochs must be at most 1e+09",
     "--padding 100000": "padding must be at most 8, the size of an image, got 100000",
     "--device meta": "device 'meta' holds no numbers",
-    "--device foo": "device must be such as cpu, cuda or cuda:1, got 'foo'",
+    "--device foo": "device must be something like cpu, cuda or cuda:1, got 'foo'",
     "--batch-size 5000": "batch_size must be from 1 to 100 for 100 images, got 5000",
     "--train-limit -5": "train_limit must be above 0, got -5",
 }
@@ -535,12 +535,12 @@ def lines(*records):
 GOOD = {"epoch": 1, "lr": 0.1, "momentum": 0.9, "train_loss": 1.0, "train_accuracy": 0.5, "test_loss": 1.0}
 GOOD |= {"test_accuracy": 0.5, "seconds": 1.0, "peak_memory": None}
 IMPOSSIBLE = {
-    "line 1 has 5.0 for test_accuracy, which cannot be": [{**GOOD, "test_accuracy": 5.0}],
-    "line 1 has -0.1 for train_accuracy, which cannot be": [{**GOOD, "train_accuracy": -0.1}],
-    "line 1 has -3 for seconds, which cannot be": [{**GOOD, "seconds": -3}],
-    "line 1 has -1.0 for test_loss, which cannot be": [{**GOOD, "test_loss": -1.0}],
-    "line 1 has True for peak_memory, which cannot be": [{**GOOD, "peak_memory": True}],
-    "line 2 is epoch 3 in place of 2": [GOOD, {**GOOD, "epoch": 3}],
+    "line 1 has 5.0 for test_accuracy, which is impossible": [{**GOOD, "test_accuracy": 5.0}],
+    "line 1 has -0.1 for train_accuracy, which is impossible": [{**GOOD, "train_accuracy": -0.1}],
+    "line 1 has -3 for seconds, which is impossible": [{**GOOD, "seconds": -3}],
+    "line 1 has -1.0 for test_loss, which is impossible": [{**GOOD, "test_loss": -1.0}],
+    "line 1 has True for peak_memory, which is impossible": [{**GOOD, "peak_memory": True}],
+    "line 2 is epoch 3 instead of 2": [GOOD, {**GOOD, "epoch": 3}],
     "line 3 is epoch 3 of a run of 2": [{**GOOD, "epoch": epoch} for epoch in (1, 2, 3)],
     "line 2 goes on after the run diverged": [{"epoch": 1, "diverged": True, "seconds": 1.0}, {**GOOD, "epoch": 2}],
 }

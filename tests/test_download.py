@@ -80,7 +80,7 @@ def test_a_download_arrives_whole(server, tmp_path):
 def test_a_broken_transfer_goes_on(server, tmp_path, address):
     Handler.breaks = [1_200_000, 300_000]
     for _ in range(2):
-        with pytest.raises(DataError, match=r"could not fetch .*bytes are kept: the same command goes on from there"):
+        with pytest.raises(DataError, match=r"could not download .*bytes are kept: repeat the command to resume"):
             fetch(file_at(f"{server}/{address}"), tmp_path, quiet)
         assert not (tmp_path / "set" / "file.bin").exists()
     assert fetch(file_at(f"{server}/{address}"), tmp_path, quiet).read_bytes() == CONTENTS
@@ -95,7 +95,9 @@ def test_a_complete_part_is_only_checked(server, tmp_path):
 
 
 def test_a_wrong_file_does_not_get_in_place(server, tmp_path):
-    with pytest.raises(DataError, match=r"is not the published file \(its MD5 differs\), and was deleted: try again"):
+    with pytest.raises(
+        DataError, match=r"other than the published file \(its MD5 differs\), which was deleted: try again"
+    ):
         fetch(file_at(f"{server}/lies"), tmp_path, quiet)
     assert list((tmp_path / "set").iterdir()) == []
     with pytest.raises(DataError, match="404"):
@@ -116,7 +118,7 @@ def test_two_at_a_time_fetch_it_once(server, tmp_path):
 
 def test_a_root_that_cannot_be_used_gives_one_sentence(server, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(DataError, match="could not fetch"):
+    with pytest.raises(DataError, match="could not download"):
         fetch(file_at(f"{server}/a"), tmp_path / "file", quiet)
 
 
@@ -130,7 +132,7 @@ def test_what_is_unpacked_is_not_fetched_again(tmp_path):
 
 
 def test_no_server_gives_one_sentence(tmp_path):
-    with pytest.raises(DataError, match=r"could not fetch http://127.0.0.1:9/x") as raised:
+    with pytest.raises(DataError, match=r"could not download http://127.0.0.1:9/x") as raised:
         fetch(file_at("http://127.0.0.1:9/x"), tmp_path, quiet)
     assert "\n" not in str(raised.value)
 

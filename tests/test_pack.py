@@ -170,17 +170,17 @@ def test_compare_goes_on_with_a_packed_study(tmp_path, capfd):
     command += [word for name, value in small.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert main([*command, "--seeds", "2", "--out", str(tmp_path)]) == 0
     printed = capfd.readouterr().out
-    assert "2 of 4 runs are finished and are kept" in printed
+    assert "2 of 4 runs are already finished" in printed
     assert "Of 4 runs, 3 finished, 1 diverged." in printed
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"balnorm-seed1", "none-seed1"}
     assert (tmp_path / "metrics.csv").read_bytes() == before
     assert main(["pack", str(tmp_path)]) == 0
     shutil.rmtree(tmp_path / "runs")
     assert main([*command, "--seeds", "2", "--out", str(tmp_path)]) == 0
-    assert "4 of 4 runs are finished and are kept" in capfd.readouterr().out
+    assert "4 of 4 runs are already finished" in capfd.readouterr().out
     assert not (tmp_path / "runs").exists()
     assert main([*command, "--lr", "0.7", "--out", str(tmp_path)]) == 1
-    assert "was started with another recipe (lr: 0.7, was 0.1)" in capfd.readouterr().err
+    assert "was started with a different recipe (lr: 0.7, was 0.1)" in capfd.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
@@ -244,7 +244,7 @@ DAMAGE = {
     "huge cell": (write("metrics.csv", b"norm,lr,seed,epoch\n" + b"1" * 200_000), "metrics.csv cannot be read"),
     "other columns": (change("metrics.csv", "norm,lr", "norm,rate"), "its first line should begin with norm,lr,seed"),
     "column twice": (change("metrics.csv", "test_loss", "train_loss"), "its first line should begin with norm,lr"),
-    "a cell less": (change("metrics.csv", "balnorm,0.1,0,1,", "balnorm,0.1,0,"), "line 2 has 12 cells in place of 13"),
+    "a cell less": (change("metrics.csv", "balnorm,0.1,0,1,", "balnorm,0.1,0,"), "line 2 has 12 cells instead of 13"),
     "lost runs": (cut("metrics.csv", 4), "does not hold the 6 runs that study.json beside it lists"),
     "lost epochs": (cut("metrics.csv", 3), "the run at line 2 ends after epoch 2 of 3"),
     "half a line": (write("metrics.csv", b""), "its first line should begin with"),
@@ -255,9 +255,12 @@ DAMAGE = {
     "huge number": (change("metrics.csv", "0,1,0.1,0.9", f"0,1,{'9' * 5000},0.9"), "line 2 has"),
     "deep cell": (change("metrics.csv", "0,1,0.1,0.9", f"0,1,{'[' * 90_000},0.9"), "line 2 has a cell that is not"),
     "epoch again": (change("metrics.csv", "0.1,0,2,", "0.1,0,1,"), "the run at line 2 ends after epoch 1 of 3"),
-    "epoch of later": (change("metrics.csv", "0.1,0,3,", "0.1,0,7,"), "line 4 is epoch 7 in place of 3"),
-    "too good": (change("metrics.csv", ",0.7,1.5", ",7.0,1.5"), "line 4 has 7.0 for test_accuracy, which cannot be"),
-    "too fast": (change("metrics.csv", ",0.7,1.5", ",0.7,-1.5"), "line 4 has -1.5 for seconds, which cannot be"),
+    "epoch of later": (change("metrics.csv", "0.1,0,3,", "0.1,0,7,"), "line 4 is epoch 7 instead of 3"),
+    "too good": (
+        change("metrics.csv", ",0.7,1.5", ",7.0,1.5"),
+        "line 4 has 7.0 for test_accuracy, which is impossible",
+    ),
+    "too fast": (change("metrics.csv", ",0.7,1.5", ",0.7,-1.5"), "line 4 has -1.5 for seconds, which is impossible"),
 }
 
 

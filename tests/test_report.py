@@ -441,7 +441,7 @@ def test_mistakes_are_answered_in_a_sentence(study, tmp_path_factory, capsys):
     empty = tmp_path_factory.mktemp("empty")
     for arguments, answer in {
         ("report", str(empty)): "there is no run in",
-        ("report", str(empty / "nowhere")): "is no folder",
+        ("report", str(empty / "nowhere")): "is not a folder",
         ("report",): "which folder?",
         ("report", str(study), "--reach", "95"): "accuracies between 0 and 1",
     }.items():

@@ -132,7 +132,7 @@ def test_finished_runs_are_kept_also_in_another_place(whole_study, tmp_path, cap
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "copy" / "runs").rglob("*")}
     assert compare(tmp_path / "copy", "--threads", "1") == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "copy" / "runs").rglob("*")} == before
-    assert "4 of 4 runs are finished and are kept" in capfd.readouterr().out
+    assert "4 of 4 runs are already finished" in capfd.readouterr().out
     assert compare(tmp_path / "copy", "--threads", "1", "--seeds", "3") == 0  # more seeds join them
     assert len(results(tmp_path / "copy")) == 6
     assert {path: path.stat().st_mtime_ns for path in before} == before
@@ -141,7 +141,7 @@ def test_finished_runs_are_kept_also_in_another_place(whole_study, tmp_path, cap
 def test_another_recipe_for_the_same_folder_is_refused_before_anything_runs(whole_study, tmp_path, capfd):
     shutil.copytree(whole_study, tmp_path / "copy")
     assert compare(tmp_path / "copy", "--seeds", "3", "--lr", "0.5") == 1
-    assert "was started with another recipe (lr: 0.5, was 0.1)" in capfd.readouterr().err
+    assert "was started with a different recipe (lr: 0.5, was 0.1)" in capfd.readouterr().err
     assert len(results(tmp_path / "copy")) == 4
 
 
@@ -157,7 +157,7 @@ def test_a_run_that_fails_is_told_counted_and_tried_again(tmp_path, capfd):
     assert "Traceback" in (tmp_path / "study" / "runs" / "batchnorm-seed0" / "error.txt").read_text()
     assert set(results(tmp_path / "study")) == {"balnorm-seed0", "balnorm-seed1"}
     assert compare(tmp_path / "study", "--sync-stats", *options) == 1
-    assert "2 of 4 runs are finished and are kept" in capfd.readouterr().out
+    assert "2 of 4 runs are already finished" in capfd.readouterr().out
 
 
 def test_a_run_that_diverges_is_a_result(tmp_path, capfd):
@@ -167,7 +167,7 @@ def test_a_run_that_diverges_is_a_result(tmp_path, capfd):
     assert "none seed 0: diverged" in printed
     assert "Of 1 run, 0 finished, 1 diverged." in printed
     assert compare(tmp_path, *arguments) == 0
-    assert "1 of 1 runs are finished and are kept" in capfd.readouterr().out
+    assert "1 of 1 runs are already finished" in capfd.readouterr().out
 
 
 def test_metrics_that_lost_epochs_are_told_each_time(whole_study, tmp_path, capfd):
@@ -290,7 +290,7 @@ def test_a_study_that_is_killed_or_stopped_goes_on_to_the_same_result(whole_stud
     else:
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 130
-        assert "stopped, and saved: the same command goes on from there" in log.read_text()
+        assert "stopped and saved: repeat the command to resume" in log.read_text()
         assert not trainers(out)
     assert [len(records) for records in results(out).values()] == [2, 2]
     gate(out).unlink()
@@ -317,8 +317,8 @@ def test_runs_that_are_killed_or_stopped_go_on_to_the_same_result(whole_study, o
         assert compare(out, "--jobs", "4", "--threads", "1") == 1
         disturbed.result()
     printed = capfd.readouterr()
-    assert "balnorm seed 0: failed, its process was ended by signal 9: the same command goes on with it" in printed.out
-    assert "batchnorm seed 1: stopped, and saved" in printed.out
+    assert "balnorm seed 0: failed, its process was ended by signal 9: repeat the command to resume it" in printed.out
+    assert "batchnorm seed 1: stopped and saved" in printed.out
     assert "2 of 4 runs failed" in printed.err
     lengths = {name: len(records) for name, records in results(out).items()}
     assert lengths == {"balnorm-seed0": 2, "batchnorm-seed0": 3, "balnorm-seed1": 3, "batchnorm-seed1": 2}
@@ -378,6 +378,6 @@ def test_a_run_that_somebody_else_trains_is_left_to_them(tmp_path, capfd):
     with run.alone():
         ended = run_study([member], LocalExecutor(1, Resources()))
     assert [run.state for run in ended] == ["busy"]
-    assert "left to the other process" in capfd.readouterr().out
+    assert "skipped, another process is training it" in capfd.readouterr().out
     assert not (member.folder / "error.txt").exists()
     assert json.loads(run.config.read_text())["norm"] == "balnorm"

@@ -250,7 +250,7 @@ def test_a_run_from_before_version_0_2_goes_on(tmp_path, whole):
     assert export.test_batch(saved, "data", 5).shape == (5, 1, 8, 8)
     train(SMALL, tmp_path / "old", show=False)
     assert_same(whole, tmp_path / "old")
-    with pytest.raises(RunError, match=r"another recipe \(optimizer: 'adamw', was 'sgd'"):
+    with pytest.raises(RunError, match=r"a different recipe \(optimizer: 'adamw', was 'sgd'"):
         train(replace(SMALL, optimizer="adamw", lr=0.01), tmp_path / "old", show=False)
 
 
@@ -425,13 +425,15 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, errors
-    assert "the same command goes on from there" in errors
+    assert "repeat the command to resume" in errors
     assert "Traceback" not in errors
     assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")[1] is None
 
 
 def test_a_changed_recipe_is_refused_by_name(whole):
-    with pytest.raises(RunError, match=r"another recipe \(lr: 0.2, was 0.1; epochs: 3, was 2\)|epochs: 3, was 2; lr"):
+    with pytest.raises(
+        RunError, match=r"a different recipe \(lr: 0.2, was 0.1; epochs: 3, was 2\)|epochs: 3, was 2; lr"
+    ):
         train(replace(SMALL, lr=0.2, epochs=3), whole, show=False)
     process = balnorm("train", "digits", *OPTIONS, "--norm", "none", "--out", str(whole))
     _, errors = process.communicate(timeout=PATIENCE)
@@ -453,7 +455,7 @@ def test_results_without_a_checkpoint_are_not_overwritten(tmp_path):
     for path in (tmp_path / "run").glob("checkpoint*"):
         path.unlink()
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(RunError, match="has results and no checkpoint to go on from"):
+    with pytest.raises(RunError, match="has results but no checkpoint to resume from"):
         train(SMALL, tmp_path / "run", show=False)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
@@ -470,7 +472,10 @@ def test_one_folder_is_for_one_process(tmp_path, whole):
 def test_devices():
     from balnorm.training.processes import processes
 
-    for device, message in (("cuda", "torch sees no GPU"), ("tpu9", "device must be such as cpu, cuda or cuda:1")):
+    for device, message in (
+        ("cuda", "torch sees no GPU"),
+        ("tpu9", "device must be something like cpu, cuda or cuda:1"),
+    ):
         if device == "cuda" and torch.cuda.is_available():
             continue
         with pytest.raises(ValueError, match=message), processes(device):
@@ -549,7 +554,7 @@ def test_damaged_checkpoints_fall_back_to_the_one_before(tmp_path, monkeypatch, 
     if kind != "of another run":
         state, problem = load_checkpoint(path)
         assert state["position"]["step"] == 2  # the one before: 10 steps of the first epoch, then 2
-        assert "going on from the one before" in problem
+        assert "using the previous one" in problem
         assert "\n" not in problem
     stop_while_saving(SMALL, folder)
     train(SMALL, folder, show=False)
@@ -580,7 +585,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     for _ in range(2):
         with pytest.raises(
-            CheckpointError, match=r"could not write .* \(No space left on device\); what was saved before"
+            CheckpointError, match=r"could not write .* \(No space left on device\); the previous checkpoint is intact"
         ):
             save_checkpoint(path, {"step": 9})
     assert load_checkpoint(path) == ({"step": 1}, None)
@@ -658,7 +663,7 @@ def test_two_processes_give_the_result_of_one(tmp_path):
     for one, two in zip(results(tmp_path / "one"), results(tmp_path / "two"), strict=True):
         assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-3)
         assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-2)
-    with pytest.raises(RunError, match="another recipe"):
+    with pytest.raises(RunError, match="a different recipe"):
         train(alone, tmp_path / "two", show=False)
 
 
@@ -692,7 +697,7 @@ def test_a_killed_process_ends_the_job_and_a_restart_resumes_it(tmp_path):
         gate(tmp_path / "killed").unlink()
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, output
-    assert "going on with" in output
+    assert "resuming" in output
     assert_same(tmp_path / "whole", tmp_path / "killed")
 
 

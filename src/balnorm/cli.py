@@ -45,26 +45,26 @@ _USAGE = """usage: balnorm COMMAND [options]
 
   compare   train several normalisations over several seeds, and report
   train     train one network
-  report    figures, tables and a page from the runs of a study, at any time
-  pack      write a study's finished runs as two files, to publish or to keep
-  data      list, get and check data sets
-  bench     speed and memory of normalisations on this machine
-  inspect   what a trained network's layers do to images
+  report    write figures, tables and a web page for a study, at any time
+  pack      write a study's finished runs as two files, to publish or archive
+  data      list, download and check data sets
+  bench     measure the speed and memory of normalisations on this machine
+  inspect   show how well balanced a trained network's layers are
   fold      write a trained network as plain convolutions
-  completion  for bash, zsh or fish
+  completion  print a completion script for bash, zsh or fish
 
-The same command again goes on with what was stopped. `balnorm COMMAND --help` shows options and examples.
+Repeat a command to resume what was stopped. `balnorm COMMAND --help` shows options and examples.
 
 recipes:
 {recipes}
 
 examples:
-  balnorm compare digits --jobs 2                               some minutes, nothing to download
+  balnorm compare digits --jobs 2                               a few minutes, nothing to download
   balnorm compare cifar10-desk --norms balnorm batchnorm --seeds 5 --out studies/x --root data
   balnorm report studies/x
   balnorm train digits --norm batchnorm --seed 3 --out runs/a   half a minute
   balnorm fold runs/a --out digits.onnx
-  balnorm data get cifar10 --root data                          162 MB; goes on where it broke off
+  balnorm data get cifar10 --root data                          162 MB; resumes broken downloads
 
 exit codes: 0 done, 1 failed, 2 a mistake in the command, 130 Ctrl-C
 """
@@ -123,7 +123,7 @@ def _dispatch(given: list[str]) -> int:
     if not given or given[0] in ("-h", "--help"):
         return _usage(asked=bool(given))
     name, *rest = given
-    if name == "train" and (not rest or rest[0] in ("-h", "--help")):  # its options are a recipe's
+    if name == "train" and (not rest or rest[0] in ("-h", "--help")):  # its options depend on the recipe
         return _usage(asked=bool(rest))
     if name not in _COMMANDS:
         near = difflib.get_close_matches(name, _COMMANDS, 1)
@@ -141,10 +141,10 @@ def _dispatch(given: list[str]) -> int:
         if not isinstance(error, MemoryError) and "memory" not in str(error).lower():
             raise
         return _fail("there is not enough memory: a smaller batch, width or image size needs less", 1)
-    except SystemExit as stop:  # tyro has said what is wrong
+    except SystemExit as stop:  # tyro has explained the mistake
         return int(stop.code or 0)
     except KeyboardInterrupt:
-        return _fail("stopped: the same command goes on from what was saved", 130)
+        return _fail("stopped: repeat the command to resume from what was saved", 130)
 
 
 def _usage(asked: bool) -> int:
@@ -171,7 +171,7 @@ def _parse(
 
 
 def _recipe_and_rest(arguments: list[str]) -> tuple[str, list[str]]:
-    """A recipe's name, digits if there is none, and the rest of the arguments."""
+    """The recipe's name (digits by default) and the remaining arguments."""
     named = bool(arguments) and not arguments[0].startswith("-")
     return (arguments[0], arguments[1:]) if named else ("digits", arguments)
 
@@ -207,14 +207,14 @@ def _as_option(field: str, value: str, default: Any) -> list[str]:
 
 
 def _report(arguments: list[str]) -> None:
-    about = "Figures, tables and one page from the runs of a study, also while it runs, or from a packed study."
+    about = "Write figures, tables and a web page for a study (running, finished or packed)."
     report(_parse(ReportOptions, arguments, "report", about))
 
 
 def _pack(arguments: list[str]) -> None:
     about = (
         "Write the finished runs of a study as two files, study.json and metrics.csv, which need no folder of runs. "
-        "`report` reads them, and `compare` knows their runs as finished; another `pack` adds new runs to them."
+        "`report` reads them, and `compare` treats their runs as finished. Pack again to add new runs."
     )
     pack(_parse(Pack, arguments, "pack", about))
 
@@ -232,12 +232,12 @@ def _data(arguments: list[str]) -> int:
 def _bench(arguments: list[str]) -> None:
     name, rest = _recipe_and_rest(arguments)
     default = Bench(StudyRecipe(**{**vars(get_recipe(name)), "norm": "balnorm"}), BenchOptions())
-    about = "Time and memory of training steps of a recipe's network, in one interleaved run."
+    about = "Measure the time and memory of training steps of a recipe's network, interleaving the norms."
     bench(_parse(Bench, rest, f"bench {name}", about, default))
 
 
 def _inspect(arguments: list[str]) -> None:
-    about = "What a run's checkpoint holds, and the balance of every layer on a batch of test images."
+    about = "Describe a run's checkpoint, and measure the balance of every layer on a batch of test images."
     inspect(_parse(Inspect, arguments, "inspect", about))
 
 
@@ -252,7 +252,7 @@ def _fold(arguments: list[str]) -> None:
 
 
 def _completion(arguments: list[str]) -> None:
-    about = "Print a script for your shell: `source <(balnorm completion bash)`, or put it where your shell looks."
+    about = "Print a completion script: `source <(balnorm completion bash)`, or save it where your shell looks."
     shell = _parse(Completion, arguments, "completion", about).shell
     words = {name: " ".join(_words(name)) for name in _COMMANDS}
     names = " ".join(_COMMANDS)
@@ -276,7 +276,7 @@ complete -o default -F _balnorm balnorm""")
 
 
 def _words(command: str) -> list[str]:
-    """What may follow a command: recipes, norms, options."""
+    """The words that can follow a command: recipes, norms, options."""
     options: dict[str, Sequence[type]] = {
         "compare": (StudyRecipe, Grid),
         "train": (Recipe, Where),
@@ -310,7 +310,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
 
 
 _PRINTING = {"data", "bench", "inspect", "completion"}
-"""The commands that have done nothing if what they print does not arrive."""
+"""The commands whose only result is what they print."""
 
 
 def _fail(error: Exception | str, code: int) -> int:

@@ -1,4 +1,4 @@
-"""What each command does, once its options are parsed. Torch is imported where it is needed: help comes at once."""
+"""What each command does, once its options are parsed. Torch is imported only where needed, so help is instant."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ class Grid:
     seeds: int = 5
     """How many runs of each."""
     vary: tuple[str, ...] = ()
-    """Fields to vary besides, each with its values: lr=0.01,0.1,1 batch_size=8,128"""
+    """Other fields to vary, each with its values: lr=0.01,0.1,1 batch_size=8,128"""
     out: Path | None = None
-    """The study's folder; None is studies/<recipe>."""
+    """The study's folder; None means studies/<recipe>."""
     root: Path = Path("data")
-    """The folder that the data is in."""
+    """The folder that holds the data."""
     device: str | None = None
-    """Such as cuda:1; None takes the GPUs in turn if there are any."""
+    """For example cuda:1; None uses the GPUs in turn, or the CPU if there are none."""
     jobs: int = 1
-    """Runs at a time on this machine, which share its cores."""
+    """How many runs to train at a time on this machine; they share its cores."""
     threads: int | None = None
-    """Cores for each run; None divides the machine's by the jobs, and is 1 on a Ray cluster."""
+    """Cores for each run; None divides the machine's cores among the jobs (1 on a Ray cluster)."""
     ray: str | None = None
-    """The address of a Ray cluster to run them on, or "local"; --out and --root must be on storage it shares."""
+    """The address of a Ray cluster to run on, or "local"; --out and --root must be on storage that it shares."""
     gpus: float = 0.0
     """GPUs for each run on a Ray cluster; 0.5 lets two share one."""
     dry_run: bool = False
-    """Show what would be run and how long it would take, and run nothing."""
+    """List what would run and estimate how long it would take, without running it."""
     quiet: bool = False
-    """Show nothing meanwhile."""
+    """Show no progress."""
 
 
 @dataclass(frozen=True)
@@ -75,20 +75,20 @@ class Compare:
 
 @dataclass(frozen=True)
 class Where:
-    """Where a run is, and how it is kept."""
+    """Where a run is stored, and how often it is saved."""
 
     out: Path | None = None
-    """The run's folder; None is runs/<recipe>-<norm>-<seed>."""
+    """The run's folder; None means runs/<recipe>-<norm>-<seed>."""
     root: Path = Path("data")
-    """The folder that the data is in."""
+    """The folder that holds the data."""
     device: str | None = None
-    """Such as cuda:1; None takes a GPU if there is one."""
+    """For example cuda:1; None uses a GPU if there is one."""
     checkpoint_steps: int | None = None
-    """Save the state inside an epoch after every so many steps."""
+    """Also save every so many steps within an epoch."""
     checkpoint_minutes: float | None = 10.0
-    """Save the state inside an epoch after so many minutes."""
+    """Also save every so many minutes within an epoch."""
     quiet: bool = False
-    """Show nothing."""
+    """Show no progress."""
 
 
 @dataclass(frozen=True)
@@ -105,25 +105,25 @@ class Data:
     name: Annotated[str | None, tyro.conf.Positional] = None
     """The data set."""
     root: Path = Path("data")
-    """The folder that it is in, or goes to."""
+    """The folder that holds it, or that it is downloaded to."""
 
 
 @dataclass(frozen=True)
 class ReportOptions:
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Of studies, packed or still running, or of runs."""
+    """Folders of studies (running, finished or packed) or of single runs."""
     out: Path | None = None
-    """Where to write; None is the folder report in that of the study, or here if there are several."""
+    """Where to write; None means the folder report inside the study, or ./report for several studies."""
     title: str | None = None
-    """Of the page; None takes the recipes' names."""
+    """The page's title; None uses the names of the recipes."""
     baseline: NormName = "batchnorm"
-    """What the others are compared with."""
+    """The normalisation that the others are compared with."""
     reach: tuple[float, ...] = ()
-    """Test accuracies, such as 0.9, to tell the epochs until which; some near the best if none are given."""
+    """Report how many epochs it took to reach these test accuracies, such as 0.9; by default, some near the best."""
     formats: tuple[Literal["svg", "png", "pdf"], ...] = ("svg", "png", "pdf")
-    """Of the figures' files."""
+    """File formats of the figures."""
     quiet: bool = False
-    """Print the path of the page and nothing else."""
+    """Print only the path of the page."""
 
 
 @dataclass(frozen=True)
@@ -131,17 +131,17 @@ class Pack:
     study: Annotated[Path, tyro.conf.Positional]
     """The folder of a study."""
     out: Path | None = None
-    """Where to write study.json and metrics.csv; None is the study's own folder."""
+    """Where to write study.json and metrics.csv; None means the study's own folder."""
 
 
 @dataclass(frozen=True)
 class BenchOptions:
     norms: tuple[NormName, ...] = ("none", "batchnorm", "groupnorm", "balnorm", "balnorm-position")
-    """The first is what the others are compared with."""
+    """The normalisations to measure; the first is the one that the others are compared with."""
     rounds: int = 11
-    """In each of which every norm has one training step."""
+    """In each round, every norm takes one training step."""
     device: str | None = None
-    """Such as cuda:1; None takes a GPU if there is one."""
+    """For example cuda:1; None uses a GPU if there is one."""
 
 
 @dataclass(frozen=True)
@@ -153,19 +153,19 @@ class Bench:
 @dataclass(frozen=True)
 class Inspect:
     checkpoint: Annotated[Path, tyro.conf.Positional]
-    """Of a run, or its folder."""
+    """A run's checkpoint, or its folder."""
     root: Path = Path("data")
-    """The folder that the data is in: the layers are shown a batch of its test images."""
+    """The folder that holds the data; the balance is measured on its test images."""
     images: int = 64
-    """How many of them."""
+    """How many test images to use."""
     figure: Path | None = None
-    """Draw the balance of every layer into this file (svg, png or pdf)."""
+    """Plot the balance of every layer to this file (svg, png or pdf)."""
 
 
 @dataclass(frozen=True)
 class Fold:
     checkpoint: Annotated[Path, tyro.conf.Positional]
-    """Of a run, or its folder."""
+    """A run's checkpoint, or its folder."""
     out: Path
     """The file to write: .pt for a state dict, .pt2 for a torch.export program, .onnx for ONNX."""
 
@@ -176,13 +176,13 @@ class Fold:
 
 
 def compare(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]], base: Recipe) -> None:
-    """Run a study and report it.
+    """Run a study, then write its report.
 
     Args:
         recipe: what its runs have in common.
         grid: which runs there are, and where.
         vary: the values of each field that varies.
-        base: the recipe before it was changed.
+        base: the recipe as it was before options changed it.
     """
     from balnorm.study.executors import Executor, LocalExecutor, RayExecutor, Resources
     from balnorm.study.grid import plan
@@ -212,7 +212,7 @@ def compare(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]], base: Recipe
         ended = run_study(runs, executor, show=not grid.quiet)
     report(ReportOptions((out,), quiet=grid.quiet))
     if failed := sum(run.state in ("failed", "unfinished") for run in ended):
-        raise Failure(f"{failed} of {len(runs)} runs failed; the same command tries them again")
+        raise Failure(f"{failed} of {len(runs)} runs failed; repeat the command to try them again")
 
 
 def report(options: ReportOptions) -> None:
@@ -220,7 +220,7 @@ def report(options: ReportOptions) -> None:
     from balnorm.study.report import write_report
 
     if not options.folders:
-        raise ValueError("which folder? that of a study or of a run, as in `balnorm report studies/digits`")
+        raise ValueError("which folder? give that of a study or a run, as in `balnorm report studies/digits`")
     out = options.out or (options.folders[0] / "report" if len(options.folders) == 1 else Path("report"))
     try:
         written = write_report(
@@ -261,7 +261,7 @@ def pack(options: Pack) -> None:
 
 
 def train(options: Train, base: Recipe) -> None:
-    """Train one network; ``base`` is the recipe before it was changed."""
+    """Train one network; ``base`` is the recipe as it was before options changed it."""
     from balnorm.training import trainer
     from balnorm.training.processor import check_precision
 
@@ -303,7 +303,7 @@ def data(options: Data) -> int:
 
 
 def bench(options: Bench) -> None:
-    """Print the time and the memory of training steps."""
+    """Print the time and memory that training steps take."""
     recipe, bench_options = Recipe(**vars(options.recipe)), options.bench
     recipe.check()
     if not bench_options.norms or bench_options.rounds < 2:
@@ -366,7 +366,7 @@ def fold(options: Fold) -> None:
 
 
 def _loaded(checkpoint: Path) -> Saved:
-    """The network of a run, with a word where its last checkpoint was damaged."""
+    """The network of a run. Says so if its last checkpoint was damaged."""
     from balnorm.export import load_saved
 
     saved = load_saved(checkpoint)

@@ -1,4 +1,4 @@
-"""Standard output that never ends a command: not with a closed pipe, not on a full disk, not in a plain terminal."""
+"""Standard output that cannot stop a command: a closed pipe, a full disk and a plain terminal are all handled."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 
 __all__ = ["Output", "patient_output", "remark", "say"]
 
-_PLAIN = str.maketrans({"–": "-", "∞": "inf"})  # noqa: RUF001  # what our tables have beyond ASCII
+_PLAIN = str.maketrans({"–": "-", "∞": "inf"})  # noqa: RUF001  # the characters beyond ASCII in our tables
 
 
 class Output(io.TextIOBase):
-    """A stream that falls silent when it cannot be written to, and writes what its encoding lacks in another way."""
+    """A stream that goes silent once a write fails, and that replaces characters its encoding lacks."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.error: OSError | None = None
-        """Why it fell silent."""
+        """Why it went silent, if it did."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -47,14 +47,14 @@ class Output(io.TextIOBase):
             action()
         except OSError as error:
             self.error = error
-            # What is still in the buffer would be tried again at the very end, with an exit code of its own.
+            # Otherwise Python would write the rest of the buffer at exit, fail again and change the exit code.
             with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), self.stream.fileno())
 
 
 @contextlib.contextmanager
 def patient_output() -> Iterator[Output]:
-    """Standard output and error as :class:`Output` inside; gives the former."""
+    """Make standard output and error an :class:`Output` inside the context, which yields the former."""
     before = sys.stdout, sys.stderr
     out, err = _opened(sys.stdout, 1), _opened(sys.stderr, 2)
     sys.stdout, sys.stderr = out, err
@@ -67,7 +67,7 @@ def patient_output() -> Iterator[Output]:
 
 
 def say(text: str) -> None:
-    """Print a line, or nothing where nobody reads any more: that is no reason to stop what is under way."""
+    """Print a line. If nobody reads it, carry on."""
     if sys.stdout is not None:
         out = sys.stdout if isinstance(sys.stdout, Output) else Output(sys.stdout)
         print(text, file=out, flush=True)
@@ -80,7 +80,7 @@ def remark(*sentences: str) -> None:
 
 
 def _opened(stream: Any, number: int) -> Output:
-    """The stream; if it was closed before the command started, nowhere: else the next file would take its number."""
+    """Wrap a stream. If it was closed at the start, open the null device, or the next file would get its number."""
     if stream is not None:
         return Output(stream)
     opened = -1

@@ -1,18 +1,18 @@
-"""What a command can end with besides success. It imports nothing, so that the command line starts at once."""
+"""How a command can end other than in success. This module imports nothing, so that the command line starts fast."""
 
 __all__ = ["Failure", "Stopped", "sentence"]
 
 
 class Failure(Exception):  # noqa: N818  # its subclasses say of what
-    """A file, the data or the machine is not what a command needs. The message says what is wrong, and what to do."""
+    """A file, the data or the machine is not what a command needs. The message says what is wrong and what to do."""
 
 
 class Stopped(Exception):  # noqa: N818  # it is no error
-    """Somebody pressed Ctrl-C. What was under way is saved, and the message says how to go on."""
+    """Someone pressed Ctrl-C. Work in progress has been saved, and the message says how to resume."""
 
 
 def sentence(error: BaseException | None) -> str:
-    """What an error says, without its number."""
+    """An error's message, without its number."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)

@@ -1,4 +1,4 @@
-"""Trained networks, read again from the checkpoints of their runs, to be looked at or deployed."""
+"""Load trained networks from the checkpoints of their runs, to inspect or deploy them."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ __all__ = ["Saved", "export_folded", "load_saved", "test_batch"]
 
 @dataclass(frozen=True)
 class Saved:
-    """A network as a run left it, in eval mode; the averaged one where the run averaged."""
+    """A run's network in eval mode, with averaged weights if the run averages them."""
 
     recipe: Recipe
     images: ImageSpec
     model: nn.Module
     epoch: int
-    """How many are done."""
+    """How many epochs are done."""
     state: Literal["unfinished", "finished", "diverged"]
     remark: str | None
-    """What was wrong with the checkpoint, where the one before it was read instead."""
+    """What was wrong with the checkpoint, if the previous one was loaded instead."""
 
 
 def load_saved(path: str | Path) -> Saved:
-    """The network in a checkpoint, or in the run's folder that holds one.
+    """Load the network from a checkpoint, or from the folder of a run.
 
     Nothing in the file is executed; a :class:`CheckpointError` says what is wrong with it.
     """
     path = Path(path)
     path = path / "checkpoint.pt" if path.is_dir() else path
-    loaded = load_checkpoint(path, _network)  # so that one that does not fit is left for the one before
+    loaded = load_checkpoint(path, _network)  # so that the previous one is used if this one does not fit
     if loaded is None:
         raise CheckpointError(f"{path} does not exist: give the checkpoint.pt of a run, or its folder")
     recipe, images, model = _network(loaded.state)
@@ -77,7 +77,7 @@ def _network(state: Mapping[str, Any]) -> tuple[Recipe, ImageSpec, nn.Module]:
 
 
 def test_batch(saved: Saved, root: str | Path, images: int) -> Tensor:
-    """The first test images, as the network is fed them; all of them where there are fewer."""
+    """The first test images, preprocessed for the network; all of them if there are fewer."""
     team = Processes(0, 1, torch.device("cpu"))
     spec = saved.images if saved.images.mean else make_loaders(saved.recipe, team, Path(root))[2]
     loader = make_test_loader(saved.recipe, team, Path(root), spec, images)
@@ -108,7 +108,7 @@ def export_folded(saved: Saved, out: Path) -> None:
 
 
 def _serialized(model: nn.Module, image: tuple[int, int, int], kind: str) -> bytes:
-    """In memory: torch's own writers end the process where a disk is full."""
+    """Serialise in memory: torch's own file writers abort the process if the disk is full."""
     buffer = io.BytesIO()
     if kind == ".pt":
         torch.save(model.state_dict(), buffer)

@@ -1,4 +1,4 @@
-"""Speed and memory of training: interleaved times, bytes kept for the backward pass, the seconds of an epoch."""
+"""Speed and memory of training: interleaved timings, bytes saved for the backward pass, seconds per epoch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def bench(
 
 
 def epoch_seconds(recipe: Recipe, root: Path, device: str | None = None, steps: int = 5) -> float:
-    """How long an epoch of a recipe takes, from a few steps of training and evaluation. Writes nothing."""
+    """Estimate the time of an epoch from a few steps of training and evaluation. Writes nothing."""
     recipe.check()
     with processes(device) as team:
         learner = Learner(recipe, team, root)
@@ -78,7 +78,7 @@ def epoch_seconds(recipe: Recipe, root: Path, device: str | None = None, steps: 
 
 
 def _seconds_a_batch(work: Callable[[Any], object], batches: Iterable[Any], count: int, team: Processes) -> float:
-    """The mean over some batches, fetched and worked on; the first, which is slower, counts only if it is alone."""
+    """The mean time to fetch and process a batch; the first, which is slower, counts only if it is the only one."""
     times = []
     started = time.perf_counter()
     for batch in itertools.islice(batches, count + 1):
@@ -92,7 +92,7 @@ def _seconds_a_batch(work: Callable[[Any], object], batches: Iterable[Any], coun
 
 
 def interleaved(functions: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
-    """Seconds of each function in each round: A, B, C, A, B, C, ... so that a drift of the machine meets all alike."""
+    """Time each function in each round: A, B, C, A, B, C, ... so that drift of the machine affects all alike."""
     for _ in range(warmup):
         for function in functions.values():
             function()
@@ -111,7 +111,7 @@ def interleaved(functions: Mapping[str, Callable[[], object]], rounds: int, warm
 
 
 def ratio(times: list[float], base: list[float]) -> tuple[float, float, float]:
-    """Median and quartiles of the ratio, taken round by round."""
+    """Median and quartiles of the ratio, computed per round."""
     ratios = [a / b for a, b in zip(times, base, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return middle, low, high
@@ -120,7 +120,7 @@ def ratio(times: list[float], base: list[float]) -> tuple[float, float, float]:
 def training_step(
     model: nn.Module, x: Tensor, precision: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 ) -> Callable[[], None]:
-    """Forward and backward pass, with fresh gradients each time, the forward one in the context ``precision()``."""
+    """A function that runs forward (within ``precision()``) and backward, with fresh gradients each time."""
     parameters = list(model.parameters())
     target = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
 
@@ -138,7 +138,7 @@ def training_step(
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
-    """Bytes kept for the backward pass: each storage once, parameters and the input batch left out."""
+    """Bytes saved for the backward pass: each storage once, without parameters and the input batch."""
     own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), x]}
     storages: dict[int, int] = {}
     kept: list[Tensor] = []  # so that no address is used twice

@@ -1,4 +1,4 @@
-"""The experiments: a function for each of the paper's, and some that finish on two cores. A comment says where from."""
+"""The experiments: one function for each of the paper's, and some that two cores can run. Comments give sources."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cifar10_wrn() -> Recipe:
 
 
 def cifar10_wrn_quarter() -> Recipe:
-    """The same with statistics from the first quarter of the batch: the paper's first remedy against overfitting."""
+    """The same with statistics from a quarter of the batch: the paper's first remedy against overfitting."""
     return replace(cifar10_wrn(), name="cifar10-wrn-quarter", norm="balnorm-quarter")
 
 
@@ -63,18 +63,18 @@ def cifar10_short() -> Recipe:
 
 
 def svhn_wrn() -> Recipe:
-    """SVHN with its extra images; start it with two processes, as the paper used two GPUs (section 6.3)."""
+    """SVHN with its extra images (section 6.3). The paper used two GPUs: start two processes."""
     return replace(
         cifar10_wrn_mixup(),  # "WRN with manifold mixup alpha = 6"
         name="svhn-wrn",
         data="svhn",
-        epochs=160,  # the paper gives the drops and not the end; 160 keeps their proportion
+        epochs=160,  # the paper gives the drops but not the end; 160 keeps the proportions
         drops=(80, 120),
     )
 
 
 def imagenet_resnet50() -> Recipe:
-    """ImageNet with ResNet-50, the usual 90 epochs (section 6.4); 256 images a batch, over all processes together."""
+    """ImageNet with ResNet-50 for the usual 90 epochs (section 6.4), 256 images per batch over all processes."""
     return Recipe(
         name="imagenet-resnet50",
         data="folder",
@@ -91,7 +91,7 @@ def imagenet_resnet50() -> Recipe:
 
 
 def digits() -> Recipe:
-    """scikit-learn's 8x8 digits with a small wide ResNet: seconds an epoch on a laptop, and nothing to download."""
+    """scikit-learn's 8x8 digits with a small wide ResNet: seconds per epoch on a laptop, nothing to download."""
     return Recipe(
         name="digits",
         data="digits",
@@ -107,7 +107,7 @@ def digits() -> Recipe:
 
 
 def cifar10_desk() -> Recipe:
-    """A tenth of CIFAR-10 with a small wide ResNet: some minutes on two cores."""
+    """A tenth of CIFAR-10 with a small wide ResNet: a few minutes on two cores."""
     return replace(
         cifar10_wrn(),
         name="cifar10-desk",
@@ -122,7 +122,7 @@ def cifar10_desk() -> Recipe:
 
 
 def folder() -> Recipe:
-    """Any images, in a folder for each class under train/ and val/, at 64x64 with ResNet-18."""
+    """Your own images, in one folder per class under train/ and val/, at 64x64 with ResNet-18."""
     return Recipe(
         name="folder",
         data="folder",
@@ -151,7 +151,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
         imagenet_resnet50,
     )
 }
-"""Every recipe by its name."""
+"""Every recipe, by name."""
 
 
 def get_recipe(name: str) -> Recipe:

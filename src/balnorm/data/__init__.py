@@ -45,7 +45,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and numpy when the first of these names is used: those of the data sets are there without."""
+    """Import torch and numpy on first use of these names; the names of the data sets need neither."""
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"balnorm.data.{home}"), name)

@@ -12,15 +12,15 @@ from torch import Tensor
 __all__ = ["ChannelStatistics", "Moves", "Pixels", "crop_and_flip", "draw_moves", "generator", "to_float"]
 
 Pixels = Literal["unit", "standardized"]
-"""What a network is fed: pixels in [0, 1], or with mean 0 and variance 1 in each channel."""
+"""The network's input: pixels in [0, 1], or with mean 0 and variance 1 in each channel."""
 
 
 ChannelStatistics = tuple[Any, Any]
-"""Mean and standard deviation of pixels in [0, 1], each as numbers for the channels."""
+"""Mean and standard deviation of pixels in [0, 1], for each channel."""
 
 
 class Moves(NamedTuple):
-    """How each image of a data set is to be moved in one epoch: (N,) each."""
+    """How to move each image of a data set in one epoch; each field has shape (N,)."""
 
     down: Tensor
     right: Tensor
@@ -31,20 +31,20 @@ class Moves(NamedTuple):
 
 
 def generator(*key: int) -> torch.Generator:
-    """A source of random numbers that depends on the key and on nothing else."""
+    """A random generator that depends only on the key."""
     state = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state >> np.uint64(1)))
 
 
 def draw_moves(images: int, padding: int, flip: bool, source: torch.Generator) -> Moves:
-    """For every image a shift of up to ``padding`` pixels either way and, if ``flip``, a mirror image or not."""
+    """Draw a shift of up to ``padding`` pixels for every image and, if ``flip``, whether to mirror it."""
     down, right = torch.randint(0, 2 * padding + 1, (2, images), generator=source)
     flipped = torch.rand(images, generator=source) < 0.5 if flip else torch.zeros(images, dtype=torch.bool)
     return Moves(down, right, flipped)
 
 
 def crop_and_flip(images: Tensor, moves: Moves, padding: int) -> Tensor:
-    """Pad with black, cut out at each image's own place, mirror where asked.
+    """Pad with black, crop each image at its own position, and mirror some.
 
     Args:
         images: (N, C, H, W), of any dtype, fastest in channels_last.
@@ -78,7 +78,7 @@ def crop_and_flip(images: Tensor, moves: Moves, padding: int) -> Tensor:
 
 
 def to_float(images: Tensor, pixels: Pixels, statistics: ChannelStatistics | None = None) -> Tensor:
-    """uint8 pixels as float32, in channels_last: in [0, 1], or standardised with mean and standard deviation."""
+    """Convert uint8 pixels to float32 in channels_last: in [0, 1], or standardised with mean and standard deviation."""
     x = images.to(torch.float32, memory_format=torch.channels_last)
     if pixels == "unit":
         return x.div_(255)

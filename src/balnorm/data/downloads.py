@@ -1,4 +1,4 @@
-"""Fetch the files of a data set: with a progress bar, going on where it broke off, checked before they are in place."""
+"""Download the files of a data set: with a progress bar, resumable, and verified before they are put in place."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from balnorm.data.sources import DataError
 __all__ = ["check", "download", "fetch"]
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with a file's name, the bytes so far and all bytes (``None`` if the server does not say)."""
+"""Called with a file's name, the bytes so far and the total (``None`` if the server does not say)."""
 
 _BLOCK = 1 << 20
 
 
 def download(name: str, root: str | Path, progress: Progress | None = None) -> list[Path]:
-    """Fetch what is missing of a data set into ``root``, and return its files.
+    """Download the missing files of a data set to ``root``, and return all its files.
 
     Without ``progress`` there is a progress bar in a terminal, if rich is installed.
     """
@@ -47,7 +47,7 @@ def check(name: str, root: str | Path) -> dict[str, str]:
 
 
 def fetch(file: DataFile, root: Path, progress: Progress) -> Path:
-    """One file. What has been fetched is kept in ``<name>.part`` until it is complete, so a broken transfer goes on.
+    """Download one file. It is kept as ``<name>.part`` until it is complete, so that a broken transfer can resume.
 
     Several processes may ask for the same file: one fetches it, the others wait.
     """
@@ -61,29 +61,30 @@ def fetch(file: DataFile, root: Path, progress: Progress) -> Path:
             if target.is_file():
                 if _md5(target) == file.md5:
                     return target
-                raise DataError(f"{target} is there and is not the published file (its MD5 differs): delete or move it")
+                raise DataError(f"{target} exists but is not the published file (its MD5 differs): delete or move it")
             _transfer(file, part, progress)
             if _md5(part) != file.md5:
                 part.unlink()
                 raise DataError(
-                    f"what {file.url} sent is not the published file (its MD5 differs), and was deleted: try again"
+                    f"{file.url} sent something other than the published file (its MD5 differs), which was "
+                    "deleted: try again"
                 )
             os.replace(part, target)
     except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
         kept = f", {part.stat().st_size:,} bytes are kept" if part.is_file() else ""
-        raise DataError(f"could not fetch {file.url} ({error}){kept}: the same command goes on from there") from error
+        raise DataError(f"could not download {file.url} ({error}){kept}: repeat the command to resume") from error
     return target
 
 
 def _is_unpacked(file: DataFile, root: Path) -> bool:
-    """Whether all that is in an archive is there already, as it is or packed one by one."""
+    """Whether all contents of an archive are already there, unpacked or compressed one by one."""
     members = [root / member for member in file.members]
     return bool(members) and all(m.is_file() or m.with_name(m.name + ".xz").is_file() for m in members)
 
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Wait for other processes that hold the lock, where the system can do so."""
+    """Wait for other processes that hold the lock, if the system supports it."""
     try:
         import fcntl
     except ImportError:
@@ -120,11 +121,11 @@ def _transfer(file: DataFile, part: Path, progress: Progress) -> None:
             out.flush()
             os.fsync(out.fileno())
     if total is not None and done < total:
-        raise OSError(f"the connection broke off at {done:,} of {total:,} bytes")
+        raise OSError(f"the connection was lost at {done:,} of {total:,} bytes")
 
 
 class _progress_bar:  # noqa: N801  # a context manager, used as a function
-    """A bar for each file, where there is a terminal and rich."""
+    """A bar for each file, if there is a terminal and rich is installed."""
 
     def __enter__(self) -> Progress:
         try:

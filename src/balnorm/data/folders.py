@@ -1,4 +1,4 @@
-"""Images in folders, one for each class, too many for memory: ImageNet, or anybody's own. Worker processes decode."""
+"""Images in one folder per class, too many for memory: ImageNet, or your own. Worker processes decode them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from balnorm.data.sources import DataError, stratified
 __all__ = ["IMAGENET_STATISTICS", "FolderLoader", "ImageFolder"]
 
 IMAGENET_STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""Mean and standard deviation of ImageNet's pixels in each channel, as everybody uses them."""
+"""The customary mean and standard deviation of ImageNet's pixels in each channel."""
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"}
 _SPLITS = {"train": ("train", "training"), "test": ("val", "test", "valid", "validation")}
@@ -49,7 +49,7 @@ class ImageFolder:
         fraction: float | None = None,
         seed: int = 0,
     ) -> ImageFolder:
-        """Look through ``root/train`` (or ``root/val``) for a folder for each class, with the images in it.
+        """Find the images in ``root/train`` (or ``root/val``), which has one folder per class.
 
         Classes are numbered in the alphabetical order of the training folders, as is usual for ImageNet, or as in
         ``classes`` where those folders are not at hand. Every class has to have images. ``limit``, ``fraction`` and
@@ -90,7 +90,7 @@ def _split_folder(root: Path, split: str) -> Path:
 
 
 def _class_folders(folder: Path) -> list[str]:
-    """The names of the folders inside, in order; hidden ones are somebody else's."""
+    """The names of the folders inside, sorted, without hidden ones."""
     try:
         names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     except OSError as error:
@@ -107,7 +107,7 @@ def _images_in(folder: Path) -> list[Path]:
         raise DataError(f"{folder} cannot be read: check its permissions")
     candidates = [path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES]
     if broken := sorted(str(path) for path in candidates if path.is_symlink() and not path.exists()):
-        raise DataError(f"{_some(broken)} cannot be opened: the link leads nowhere, mend or remove it")
+        raise DataError(f"{_some(broken)} cannot be opened: the link is broken, fix or remove it")
     return sorted(path for path in candidates if path.is_file() and not path.name.startswith("."))
 
 
@@ -159,7 +159,7 @@ class FolderLoader:
         return len(self.shares)
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of an epoch, from number ``start`` on."""
+        """The batches of an epoch, starting at number ``start``."""
         if epoch < 0 or start < 0:
             raise ValueError(f"epoch and start must not be negative, got {epoch} and {start}")
         decoder = _Decoder(self.data, self.size, self.shares.training, self.flip, (self.shares.seed, epoch))
@@ -189,7 +189,7 @@ _Item = tuple[Tensor | None, int, tuple[Path, str] | None]
 
 @dataclass(frozen=True)
 class _Decoder(Dataset[_Item]):
-    """A file to pixels, uint8 (3, size, size); or, if it is none, the reason."""
+    """Decode a file to uint8 pixels (3, size, size), or return why that failed."""
 
     data: ImageFolder
     size: int
@@ -222,7 +222,7 @@ class _Decoder(Dataset[_Item]):
         return torch.from_numpy(pixels.copy()).permute(2, 0, 1), label, None
 
     def _box(self, width: int, height: int, random: np.random.Generator) -> tuple[float, float, float, float]:
-        """Which part of an image to show: left, top, right, bottom."""
+        """The part of an image to use: left, top, right, bottom."""
         if self.training:
             for _ in range(10):  # 8 % to 100 % of the area, of shape 3:4 to 4:3; where that fits
                 area = width * height * random.uniform(0.08, 1.0)
@@ -237,7 +237,7 @@ class _Decoder(Dataset[_Item]):
 
 
 def _as_rgb(image: Any) -> Any:
-    """Three channels of bytes; sixteen bits are scaled down, which Pillow would cut off."""
+    """Convert to three channels of bytes. Sixteen-bit values are scaled; Pillow would clip them."""
     from PIL import Image
 
     if image.mode.startswith("I;16"):

@@ -1,4 +1,4 @@
-"""Batches. The order of the images, and what is done to each, are pure functions of seed and epoch."""
+"""Batches of images. Their order and augmentation are pure functions of seed and epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ORDER, _MOVES = 1, 2  # so that the two draws of an epoch have nothing in commo
 
 @dataclass(frozen=True)
 class Shares:
-    """Which images a process gets, batch by batch.
+    """The images that a process gets, batch by batch.
 
     In training every epoch has its own order, and a last batch that is not full for all is left out; the processes'
     batches lie side by side. Otherwise the images come in order, all of them; every ``world``-th is for one process.
@@ -50,7 +50,7 @@ class Shares:
         return math.ceil(len(range(self.rank, self.images, self.world)) / self.batch_size)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Tensor]:
-        """The indices of each batch, from number ``start`` on."""
+        """The indices of each batch, starting at number ``start``."""
         if self.training:
             order = torch.randperm(self.images, generator=generator(self.seed, epoch, _ORDER))
             for step in range(start, len(self)):
@@ -64,7 +64,7 @@ class Shares:
 
 
 class MemoryLoader:
-    """Batches of a data set that is in memory, augmented a batch at a time; no worker processes.
+    """Batches of a data set in memory, augmented a batch at a time, without worker processes.
 
     In training every epoch has its own order and every image its own crop and flip, whichever process gets it (see
     :class:`Shares`); otherwise the images come as they are.
@@ -118,7 +118,7 @@ class MemoryLoader:
         return len(self.shares)
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of an epoch, from number ``start`` on: a resumed run need not make those before."""
+        """The batches of an epoch, starting at number ``start``, so that a resumed run need not repeat earlier ones."""
         if epoch < 0 or start < 0:
             raise ValueError(f"epoch and start must not be negative, got {epoch} and {start}")
         device, moves = self.images.device, None

@@ -85,7 +85,7 @@ class Mixup:
         return self  # a copy of the model is mixed along with it
 
     def draw(self, batch_size: int, source: torch.Generator, device: torch.device | str = "cpu") -> Blend:
-        """How to mix a batch. All of it comes from ``source``, on the CPU: the same on every device."""
+        """Draw how to mix a batch. All randomness comes from ``source`` on the CPU, so every device gets the same."""
         share = _beta(self.alpha, source)
         partner = torch.randperm(batch_size, generator=source)
         point = self.points[int(torch.randint(len(self.points), (), generator=source))]
@@ -94,7 +94,7 @@ class Mixup:
 
     @contextmanager
     def active(self, blend: Blend) -> Iterator[None]:
-        """Mix in every forward pass inside. With activation checkpointing, call ``backward()`` inside as well."""
+        """Mix in every forward pass inside. With activation checkpointing, call ``backward()`` inside too."""
         if blend.point not in self.points:
             raise ValueError(f"this Mixup mixes at {', '.join(self.points)}, got {blend.point!r}")
         self._blend = blend
@@ -104,12 +104,12 @@ class Mixup:
             self._blend = None
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
     def at(self, point: str) -> Blend | None:
-        """How to mix at a point just now."""
+        """How to mix at a point, if at all."""
         return self._blend if self._blend is not None and self._blend.point == point else None
 
 

@@ -1,4 +1,4 @@
-"""The data sets that there are: where their files come from, and what is in them. It imports no numpy."""
+"""The known data sets: where their files come from, and what they contain. This module does not import numpy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Split = Literal["train", "test"]
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file to download: where from, what to call it, its published MD5, and what is in it, if it is an archive."""
+    """A file to download: its address, its name, its published MD5 and, for an archive, its contents."""
 
     url: str
     path: str
@@ -22,7 +22,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class DataSet:
-    """What is known of a data set.
+    """The properties of a data set.
 
     Attributes:
         format: the one that its authors chose, which says who reads it.
@@ -126,4 +126,4 @@ SETS: dict[str, DataSet] = {
     "fashion-mnist": DataSet("idx", IDX["fashion-mnist"], 1, 28, 10, flip=True),
     "digits": DataSet("digits", (), 1, 8, 10, flip=False),
 }
-"""The data sets that fit into memory, by name. Image folders, as ImageNet's, are in :mod:`balnorm.data.folders`."""
+"""The data sets that fit into memory, by name. For folders of images, see :mod:`balnorm.data.folders`."""

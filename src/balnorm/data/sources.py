@@ -1,4 +1,4 @@
-"""Files on disk to arrays: each data set in the official format of its authors. Nothing is unpickled, ever."""
+"""Read data sets from the official files of their authors into arrays. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["DataError", "ImageSpec", "Images", "channel_statistics", "load", "st
 
 
 class DataError(Failure):
-    """A data set is missing, truncated or not what it should be. The message says what to do."""
+    """A data set is missing, truncated or damaged. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """A data set, or a part of one, in memory.
+    """A data set, or a subset of one, in memory.
 
     Attributes:
         images: uint8, (N, C, H, W).
@@ -50,13 +50,13 @@ class Images:
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """What there is to know of a run's images, without having them.
+    """A specification of a run's images, without the images themselves.
 
     Attributes:
-        channels, size: of an image as the network is fed it.
+        channels, size: of an image as the network receives it.
         classes: their names.
         mean, std: of the pixels in [0, 1], for each channel.
-        count: how many there are to train with, and to test with.
+        count: how many images there are for training and for testing.
     """
 
     channels: int
@@ -76,7 +76,7 @@ class ImageSpec:
         return self.mean, self.std
 
     def changes(self, saved: dict[str, Any]) -> str:
-        """What is not as it was when :func:`dataclasses.asdict` took a specification apart, in words."""
+        """Describe how this differs from a saved specification, as :func:`dataclasses.asdict` returned it."""
         if list(self.classes) != list(saved["classes"]):
             before, now = (
                 ", ".join(classes[:8]) + (", ..." if len(classes) > 8 else "")
@@ -100,14 +100,14 @@ def load(
     fraction: float | None = None,
     seed: int = 0,
 ) -> Images:
-    """A split of a data set, or a part of it that is stratified by class and fixed by ``seed``.
+    """Load a split of a data set, or a subset of it, stratified by class and determined by ``seed``.
 
     Args:
         name: a name from :data:`SETS`.
         root: the folder that holds the data set's files, as ``balnorm.data.download`` leaves them.
         split: ``"train"`` or ``"test"``.
-        limit: at most so many images.
-        fraction: this part of them, above 0 and at most 1.
+        limit: load at most so many images.
+        fraction: load this fraction of the images, above 0 and at most 1.
         seed: chooses which ones; the seed of a training run has no part in it.
 
     Example:
@@ -126,7 +126,7 @@ def load(
 def stratified(
     labels: NDArray[np.int64], *, limit: int | None = None, fraction: float | None = None, seed: int = 0
 ) -> NDArray[np.int64]:
-    """Indices, in ascending order, of a part of a data set in which every class keeps its share to within one image."""
+    """Indices, in ascending order, of a subset in which every class keeps its share to within one image."""
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
     if fraction is not None and not 0.0 < fraction <= 1.0:
@@ -152,7 +152,7 @@ def stratified(
 
 
 def channel_statistics(images: NDArray[np.uint8]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean and standard deviation of each channel of pixels in [0, 1], exact: from a histogram."""
+    """The exact mean and standard deviation of each channel, for pixels in [0, 1], computed from a histogram."""
     values = np.arange(256) / 255
     counts = np.zeros((images.shape[1], 256))
     for start in range(0, len(images), 4096):  # counting makes a copy of eight times the size
@@ -197,7 +197,7 @@ def _read(path: Path) -> bytes:
 
 
 def _decompressed(path: Path) -> bytes:
-    """The contents of a file, unpacked if its name ends in .gz or .xz."""
+    """The contents of a file, decompressed if its name ends in .gz or .xz."""
     data = _read(path)
     try:
         if path.suffix == ".gz":
@@ -210,7 +210,7 @@ def _decompressed(path: Path) -> bytes:
 
 
 def _members(archive: Path, md5: str, wanted: Iterable[str]) -> list[bytes]:
-    """Files of a tar archive, straight from it: nothing is written."""
+    """Read files directly from a tar archive, without writing anything."""
     data = _check_md5(_read(archive), md5, archive)
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
@@ -253,7 +253,7 @@ def _read_cifar(root: Path, split: Split, name: str) -> Images:
 
 
 def _read_svhn(root: Path, split: Split, name: str) -> Images:
-    """MATLAB files with X (32, 32, 3, N) and y (N, 1), where 10 stands for the digit 0. Train includes "extra"."""
+    """MATLAB files with X (32, 32, 3, N) and y (N, 1), where 10 means the digit 0. Training includes "extra"."""
     from scipy.io import loadmat
 
     images, labels = [], []

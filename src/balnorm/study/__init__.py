@@ -1,1 +1,1 @@
-"""Many runs: which there are, how they are run, and what came out."""
+"""Studies: which runs there are, how they are trained, and their results."""

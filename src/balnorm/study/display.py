@@ -1,5 +1,7 @@
-"""What a person sees of a study: a live table with a row for each setting, or a line for each run where there is no
-terminal. It reads the runs' folders, and so works wherever they are run."""
+"""Progress of a study: a live table with a row per setting, or a line per run if there is no terminal.
+
+It reads the runs' folders, so it works wherever they are trained.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ __all__ = ["Display", "clock"]
 
 
 class Display:
-    """Shows how far every setting is.
+    """Shows the progress of every setting.
 
     Args:
-        runs: all of the study, also those that have ended already.
-        at_once: how many run at a time.
+        runs: all runs of the study, including those that have ended.
+        at_once: how many are trained at a time.
         show: whether to show anything.
     """
 
@@ -31,7 +33,7 @@ class Display:
         self.runs = {run.recipe: run for run in runs}
         self.running: set[Recipe] = set()
         self.over = {run.recipe for run in runs if run.ended}
-        """The runs that this command does nothing more with."""
+        """The runs that this command is done with."""
         self.kept, self.at_once, self.show = len(self.over), at_once, show
         self.live: Any = None
 
@@ -42,7 +44,7 @@ class Display:
             self.live = Live(get_renderable=self.table, refresh_per_second=2)
             self.live.start()
         if self.kept:
-            self.say(f"{self.kept} of {len(self.runs)} runs are finished and are kept")
+            self.say(f"{self.kept} of {len(self.runs)} runs are already finished")
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -64,24 +66,24 @@ class Display:
             self.say(f"{text} in {clock(sum(run.seconds))}, about {clock(self.time_left())} left")
 
     def look(self) -> None:
-        """See how far the runs are."""
+        """Read how far the runs are."""
         if self.live is not None:
             for recipe in self.running:
                 self.runs[recipe] = self.runs[recipe].now()
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line."""
         if self.show and self.live is not None:
             self.live.console.print(text, highlight=False, markup=False)
         elif self.show:
             say(text)
 
     def left(self, run: Result) -> int:
-        """Epochs to do."""
+        """How many epochs are left."""
         return 0 if run.recipe in self.over else max(0, run.recipe.epochs - len(run.lines))
 
     def time_left(self, setting: str | None = None) -> float:
-        """Seconds, from what epochs took so far: of the same setting, or of all where it has none yet."""
+        """Seconds left, estimated from finished epochs of the same setting, or of all settings if it has none yet."""
         times: dict[str, list[float]] = {}
         for run in self.runs.values():
             times.setdefault(str(run.setting), []).extend(run.seconds)
@@ -105,7 +107,7 @@ class Display:
         return table
 
     def row(self, setting: str) -> list[str]:
-        """The cells of a setting."""
+        """The cells of a setting's row."""
         runs = [run for run in self.runs.values() if str(run.setting) == setting]
         over = [run.state for run in runs if run.recipe in self.over]
         running = [

@@ -1,6 +1,6 @@
-"""Where runs are run: in processes of this machine, or as tasks of a Ray cluster. Both tell when a run has ended.
+"""Where runs are trained: in processes on this machine, or as tasks on a Ray cluster.
 
-What a run has reached is in its folder, on a disk that both sides see; an executor only says how its process ended.
+A run's progress is in its folder, on a disk that both sides see; an executor only reports how its process ended.
 """
 
 from __future__ import annotations
@@ -32,58 +32,58 @@ from balnorm.training.run import Run, State
 __all__ = ["Executor", "LocalExecutor", "RayExecutor", "Resources", "StudyError", "execute"]
 
 End = tuple[State, str]
-"""The state that a process left its run in, and why the run has not ended, if so."""
+"""The state that a process left its run in, and the reason if the run has not ended."""
 
-_STOPPED: End = ("unfinished", "stopped, and saved")
+_STOPPED: End = ("unfinished", "stopped and saved")
 
 
 class StudyError(Failure):
-    """A study cannot be run. The message is one sentence and says what to do."""
+    """A study cannot be run. The message is one sentence that says what to do."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What every run of a study is given."""
+    """What every run of a study gets."""
 
     root: Path = Path("data")
-    """Where the data is."""
+    """The folder that holds the data."""
     threads: int = 1
     """Cores to use."""
     device: str | None = None
-    """``None`` takes a GPU if there is one."""
+    """``None`` uses a GPU if there is one."""
     command: tuple[str, ...] = field(default_factory=lambda: tuple(sys.argv))
-    """What somebody typed, for the record."""
+    """The command that was typed, which the run records."""
 
 
 class Executor(Protocol):
-    """Takes runs, as many at a time as there are ``slots``, and gives them back when their processes have ended."""
+    """Trains up to ``slots`` runs at a time, and returns them when their processes have ended."""
 
     resources: Resources
     slots: int
     at_once: int
-    """How many run at a time: no more than the slots, and fewer where some wait in a queue of its own."""
+    """How many are really trained at a time: fewer than the slots if the executor has a queue of its own."""
 
     def submit(self, run: Result) -> None: ...
 
     def ended(self, seconds: float) -> list[Result]:
-        """The runs whose processes ended within so many seconds; returns at the first."""
+        """Wait up to so many seconds for a process to end, and return the runs whose processes have."""
         ...
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """A function's result, or what it raises, from a process of its own where runs are run."""
+        """Call a function in a process of its own where runs are trained. Returns its result, or raises its error."""
         ...
 
     def stop(self) -> None:
-        """Ask all runs to save and end."""
+        """Ask all runs to save and stop."""
         ...
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Release all resources."""
         ...
 
 
 def execute(folder: Path, recipe: Recipe, resources: Resources) -> End:
-    """Train one run, in this process. What goes wrong is kept in its folder, in ``error.txt``, and in one sentence."""
+    """Train one run in this process. Errors go to ``error.txt`` in its folder, and are returned as one sentence."""
     import torch
 
     from balnorm.training.run import RunBusyError
@@ -95,10 +95,10 @@ def execute(folder: Path, recipe: Recipe, resources: Resources) -> End:
         run.error.unlink(missing_ok=True)
         train(recipe, folder, root=resources.root, device=resources.device, show=False)
     except RunBusyError:
-        return "busy", "left to the other process that is training it"
+        return "busy", "skipped, another process is training it"
     except (Stopped, KeyboardInterrupt):
         return _STOPPED
-    except Exception as error:  # whatever it is, it ends this run and not the study
+    except Exception as error:  # any error ends this run, but not the study
         run.keep_failure(recipe, traceback.format_exc())
         return "failed", " ".join(f"{error}".split()) or type(error).__name__
     return "finished", ""
@@ -110,10 +110,10 @@ def execute(folder: Path, recipe: Recipe, resources: Resources) -> End:
 
 
 class LocalExecutor:
-    """A fresh process for each run, ``slots`` of them at a time; on GPUs they take turns over them.
+    """Trains each run in a fresh process, ``slots`` at a time; several GPUs are used in turn.
 
-    A fresh process has its own peak memory, and one that crashes takes nothing with it. They are forked from one that
-    has imported torch already, where the system can do that, which saves seconds for each.
+    A fresh process has its own peak memory, and its crash affects nothing else. If the system supports it, they are
+    forked from a process that has already imported torch, which saves seconds for each.
     """
 
     def __init__(self, slots: int, resources: Resources) -> None:
@@ -126,7 +126,7 @@ class LocalExecutor:
 
             preload = ["balnorm.training.trainer", "torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets"]
             self._context.set_forkserver_preload(preload)
-            with _ignoring_interrupts():  # Ctrl-C is this process's to answer
+            with _ignoring_interrupts():  # this process responds to Ctrl-C
                 forkserver.ensure_running()
         self._running: dict[Any, tuple[Any, Any, int, Result]] = {}
 
@@ -153,7 +153,7 @@ class LocalExecutor:
                 os.kill(process.pid, signal.SIGINT)
 
     def close(self) -> None:
-        """End what is still running at once: it goes on from its last checkpoint."""
+        """Kill what is still running: it can resume from its last checkpoint."""
         for process, pipe, _, _ in self._running.values():
             process.kill()
             pipe.close()
@@ -170,34 +170,34 @@ class LocalExecutor:
         code = process.exitcode
         how = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with code {code}"
         remedy = f"{remedy}, and " if (remedy := remedy_after(-code)) else ""
-        return replace(run, state="failed", reason=f"{how}: {remedy}the same command goes on with it")
+        return replace(run, state="failed", reason=f"{how}: {remedy}repeat the command to resume it")
 
 
 def _execute_in_process(folder: Path, recipe: Recipe, resources: Resources, slot: int, pipe: Any) -> None:
-    """In a process of its own: apart from the terminal's Ctrl-C, and ending, saved, when the parent is gone."""
+    """The body of a run's process. It ignores the terminal's Ctrl-C; it saves and ends when the parent is gone."""
     import torch
 
     if hasattr(os, "setpgrp"):
         os.setpgrp()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever it was where the study was started
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the parent's handler is
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_stop_without, args=(parent.sentinel,), daemon=True).start()
     gpus = torch.cuda.device_count() if resources.device in (None, "cuda") else 0
-    if gpus:  # where none was asked for, they take turns
+    if gpus:  # use them in turn unless one was requested
         resources = replace(resources, device=f"cuda:{slot % gpus}")
     with _quiet():
         try:
             result = execute(folder, recipe, resources)
-        except KeyboardInterrupt:  # before training began, or after it ended
+        except KeyboardInterrupt:  # before training started, or after it ended
             result = _STOPPED
-    with contextlib.suppress(OSError):  # nobody listens any more
+    with contextlib.suppress(OSError):  # the parent is gone
         pipe.send(result)
 
 
 @contextlib.contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
-    """What is started inside inherits it."""
+    """Ignore Ctrl-C; processes started inside inherit this."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -215,7 +215,7 @@ def _stop_without(sentinel: Any) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without output, which would go through a live display."""
+    """Discard all output, which would disturb the live display."""
     with open(os.devnull, "w") as nowhere:
         kept = os.dup(1), os.dup(2)
         sys.stdout.flush()
@@ -236,15 +236,15 @@ def _quiet() -> Iterator[None]:
 
 
 class RayExecutor:
-    """Each run is a task of a Ray cluster, with its CPUs and GPUs, started again when a machine or a process dies.
+    """Trains each run as a task on a Ray cluster, and restarts it when a machine or a process dies.
 
     The runs' folders and the data must be on storage that all machines share, under the same path.
 
     Args:
-        address: of the cluster, or ``"local"`` for one on this machine.
-        resources: for each run; its threads are the CPUs that it needs.
-        gpus: that each run needs; a part of one, such as 0.5, lets two share it.
-        retries: of a run whose process or machine died. It goes on from its checkpoint.
+        address: the cluster's address, or ``"local"`` for one on this machine.
+        resources: what each run gets; its threads are CPUs of the cluster.
+        gpus: how many GPUs each run gets; with 0.5, two runs share one.
+        retries: how often to restart a run whose process or machine died. It resumes from its checkpoint.
     """
 
     def __init__(self, address: str, resources: Resources, gpus: float = 0.0, retries: int = 3) -> None:
@@ -297,7 +297,7 @@ class RayExecutor:
             num_cpus=self.resources.threads,
             num_gpus=self._gpus,
             max_retries=self._retries,
-            max_calls=1,  # a fresh process for each run, which has its own peak memory
+            max_calls=1,  # a fresh process for each run, with its own peak memory
         )
         return remote(function).remote(*arguments)
 
@@ -314,13 +314,13 @@ class RayExecutor:
 
 
 def _room(resources: dict[str, float], threads: int, gpus: float) -> int:
-    """How many runs a machine can take at a time."""
+    """How many runs a machine can train at a time."""
     cpus = int(resources.get("CPU", 0) / threads)
     return min(cpus, int(resources.get("GPU", 0) / gpus)) if gpus else cpus
 
 
 def _check_reachable(address: str) -> None:
-    """Where the address is one of a network, knock first: Ray itself waits for minutes."""
+    """Try to connect to a network address first: Ray itself waits for minutes."""
     host, separator, port = address.removeprefix("ray://").rpartition(":")
     if not separator:  # "local", "auto"
         return
@@ -336,14 +336,14 @@ def _execute_on_node(folder: Path, recipe: Recipe, resources: Resources) -> End:
     if not shared.is_dir():
         return "failed", f"{shared} is not on {platform.node()}: --out must be on storage that all machines share"
     try:
-        check_precision(recipe.precision, resources.device)  # each machine of a cluster has its own processor
+        check_precision(recipe.precision, resources.device)  # machines of a cluster differ in their processors
     except ProcessorError as error:
         return "failed", str(error)
-    sys.argv = list(resources.command)  # of which the run keeps a record
+    sys.argv = list(resources.command)  # the run records it
     patience = time.monotonic() + 60
     while True:
         state, reason = execute(folder, recipe, resources)
-        # The process that died a moment ago may still hold the folder, where its machine has not noticed yet.
+        # The lock of a process that has just died may persist until its machine notices.
         if state != "busy" or time.monotonic() > patience:
             return state, reason
         time.sleep(1)

@@ -1,4 +1,4 @@
-"""What the figures of a study show, without drawing them: the page draws them in the browser, ``plots.py`` as files."""
+"""The contents of a study's figures. The page draws them in the browser, ``plots.py`` draws them to files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Curve:
-    """A line with its band. ``None`` where a value is infinite: a run that diverged."""
+    """A line with its band. Infinite values, which come from diverged runs, are ``None``."""
 
     norm: str
     x: tuple[float, ...]
@@ -40,7 +40,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """Panels side by side that share what is on their y axis."""
+    """Panels side by side with the same quantity on the y axis."""
 
     key: str
     title: str
@@ -57,10 +57,10 @@ _METRICS = {
 
 
 def figures(results: Results) -> list[Figure]:
-    """Accuracy and losses by epoch, and final accuracy by each number that varies.
+    """Accuracy and losses by epoch, and final accuracy against each number that varies.
 
-    A study that compares norms only has panels for all epochs, the early and the last ones; one that varies something
-    else has a panel for each of its values.
+    A study that varies only the norm gets panels for all, the early and the last epochs; a study that varies something
+    else gets a panel for each value.
     """
     drawn = []
     variations = list(dict.fromkeys(setting.variation for setting in results.settings))
@@ -108,7 +108,7 @@ def _whole(title: str, curves: tuple[Curve, ...]) -> Panel:
 
 
 def _zooms(curves: tuple[Curve, ...], percent: bool) -> list[Panel]:
-    """The first and the last quarter of the epochs, at least two each; none where there are too few."""
+    """Panels of the first and the last quarter of the epochs, at least two epochs each; none for short runs."""
     last = max((curve.x[-1] for curve in curves), default=0.0)
     if last < 6:
         return []
@@ -116,7 +116,7 @@ def _zooms(curves: tuple[Curve, ...], percent: bool) -> list[Panel]:
     ends = [curve.median[-1] for curve in curves if curve.median[-1] is not None and curve.x[-1] >= late]
 
     def near(curve: Curve) -> bool:
-        """Whether a curve ends near the best: the others would squeeze them together."""
+        """Whether a curve ends near the best one. The y range leaves out the others, so that the best stay apart."""
         end = curve.median[-1]
         return end is not None and bool(ends) and (end > max(ends) - 0.08 if percent else end < 2 * min(ends))
 
@@ -128,8 +128,10 @@ def _zooms(curves: tuple[Curve, ...], percent: bool) -> list[Panel]:
 
 
 def _limits(curves: Sequence[Curve], first: float, last: float, calm: bool = False) -> Range | None:
-    """From the least to the largest value in a range of epochs, with a margin. ``calm`` leaves out outbursts: what is
-    above twice the largest median of the first epochs."""
+    """The range of the values between two epochs, with a margin.
+
+    ``calm`` caps a loss at 1.3 times the median of the curves' first values, so that a spike does not flatten the rest.
+    """
     values = [
         value
         for curve in curves
@@ -148,7 +150,7 @@ def _limits(curves: Sequence[Curve], first: float, last: float, calm: bool = Fal
 
 
 def _alike(panels: list[Panel]) -> list[Panel]:
-    """The same y axis for all, so that they can be compared."""
+    """Give all panels the same y axis, so that they can be compared."""
     ranges = [panel.y_range for panel in panels if panel.y_range is not None]
     shared = (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
     return [Panel(p.title, p.x_label, p.curves, p.x_range, shared, p.x_log) for p in panels]
@@ -160,7 +162,7 @@ def _alike(panels: list[Panel]) -> list[Panel]:
 
 
 def _sweeps(results: Results) -> list[Figure]:
-    """A figure for each field with three numbers or more; a panel for each combination of the other varied fields."""
+    """A figure for each field with three or more numbers, with a panel for each combination of the other fields."""
     drawn = []
     names = [name for name, _ in results.settings[0].varied] if results.settings else []
     for name in names:

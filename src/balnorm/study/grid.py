@@ -1,4 +1,4 @@
-"""Which runs a study has: planned from a command, and compared with what is there already. Without torch."""
+"""The runs of a study, planned from a command and compared with what is already there. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def plan(
     seeds: int,
     vary: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[Result]:
-    """Every norm with every seed and every combination of the varied fields, seed by seed, as far as each of them is.
+    """Every norm with every seed and every combination of the varied fields, each with its current state.
 
-    The seeds count up from the recipe's own. All of one seed come before the next, so that a study that is stopped
-    early has compared something. A RunError says where ``out`` holds something else than these runs.
+    Seeds count up from the recipe's own. All runs of one seed come before the next seed, so that a study that is
+    stopped early has compared something. Raises a RunError if ``out`` holds other runs under the same names.
     """
     vary, out = vary or {}, Path(out)
     if seeds < 1:
@@ -58,6 +58,6 @@ def plan(
 
 
 def run_name(recipe: Recipe, changed: Mapping[str, Any]) -> str:
-    """What a run's folder is called, as ``batchnorm-lr=0.3-seed2``."""
+    """The name of a run's folder, such as ``batchnorm-lr=0.3-seed2``."""
     varied = (f"{name}={text_of(value)}" for name, value in changed.items())
     return "-".join([recipe.norm, *varied, f"seed{recipe.seed}"])

@@ -1,4 +1,4 @@
-"""A finished study as two files: ``study.json`` says what ran, ``metrics.csv`` what came out, exact to the bit.
+"""A finished study in two files: ``study.json`` describes the runs, ``metrics.csv`` holds the results, bit for bit.
 
 Numbers in ``metrics.csv`` are written as in JSON, so that each reads back as the same float; names are written as they
 are. A run is a block of lines, one for each epoch; ``epoch_lr`` is the learning rate of an epoch, ``lr`` the recipe's.
@@ -29,18 +29,18 @@ _FIELDS = [field.name for field in fields(Recipe)]
 _KEYS = {"format", "runs", "recipe", "varies", "commands", "environments"}
 
 Records = tuple[Record, ...]
-"""What a run measured, epoch by epoch."""
+"""A run's measurements by epoch."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The finished runs of a study, and where they came from."""
+    """The finished runs of a study, and their origin."""
 
     runs: dict[Recipe, Records]
     commands: tuple[str, ...]
     """The commands that started them."""
     environments: tuple[dict[str, Any], ...]
-    """Each machine with its versions, and how many starts it had."""
+    """Each machine with its versions and the number of starts on it."""
 
     @property
     def varied(self) -> list[str]:
@@ -49,7 +49,7 @@ class Packed:
 
 
 def write_packed(packed: Packed, folder: Path) -> None:
-    """Write the two files. A packed study that is there already is replaced only if none of its runs gets lost."""
+    """Write the two files. An existing packed study is replaced only if none of its runs is lost."""
     if not packed.runs:
         raise RunError("there is no finished run to pack")
     if (folder / STUDY).exists() or (folder / METRICS).exists():
@@ -72,7 +72,7 @@ def write_packed(packed: Packed, folder: Path) -> None:
 
 
 def read_packed(folder: Path) -> Packed:
-    """The packed study in a folder. A :class:`RunError` says in one sentence what is wrong with it."""
+    """Read the packed study in a folder. Raises a :class:`RunError` that says in one sentence what is wrong."""
     path = folder / STUDY
     try:
         study = _check_study(parse_json(path.read_text(encoding="utf-8")))
@@ -94,7 +94,7 @@ def read_packed(folder: Path) -> Packed:
 
 
 def _varies(recipes: Iterable[Recipe]) -> dict[str, list[Any]]:
-    """The values of every field that is not the same in all recipes, in the order of the metrics' columns."""
+    """The values of every field that differs between recipes, in the order of the columns."""
     rows = [asdict(recipe) for recipe in recipes]
     values = {name: list({json.dumps(row[name]): row[name] for row in rows}.values()) for name in _FIELDS}
     others = {name: found for name, found in values.items() if name not in ("norm", "seed") and len(found) > 1}
@@ -125,7 +125,7 @@ def _check_study(study: Any) -> dict[str, Any]:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """A command as somebody would type it elsewhere: folders of the machine it ran on lose their path."""
+    """A command as typed on another machine: absolute paths are reduced to their last part."""
     return shlex.join(["balnorm", *map(_without_folder, words[1:])])
 
 
@@ -145,7 +145,7 @@ def _without_paths(value: Any) -> Any:
 
 
 def _pretty(value: Any, indent: str = "") -> str:
-    """JSON with one line for whatever fits into a line, so that a change shows as few lines in a diff."""
+    """JSON with one line for every value that fits, so that diffs are small."""
     text = json.dumps(value, ensure_ascii=False)
     if not indent or (isinstance(value, dict) and value) or (len(text) > 100 and isinstance(value, list | tuple)):
         inner = indent + "  "
@@ -200,12 +200,12 @@ def _read_csv(path: Path, common: dict[str, Any], varied: list[str]) -> dict[Rec
 def _blocks(
     rows: Iterator[list[str]], varied: list[str], numbers: list[str]
 ) -> Iterator[tuple[int, dict[str, Any], list[Record]]]:
-    """The lines of each run: where they start, what it is, and its records."""
+    """For each run: its first line, its varied fields and its records."""
     block: tuple[int, dict[str, Any], list[Record]] | None = None
     before: list[str] = []
     for line, cells in enumerate(rows, 2):
         if len(cells) != len(varied) + len(numbers):
-            raise ValueError(f"line {line} has {len(cells)} cells in place of {len(varied) + len(numbers)}")
+            raise ValueError(f"line {line} has {len(cells)} cells instead of {len(varied) + len(numbers)}")
         try:
             record = {name: parse_json(cell) for name, cell in zip(numbers, cells[len(varied) :], strict=True) if cell}
             if block is None or cells[: len(varied)] != before or record.get("epoch") == 1:
@@ -228,7 +228,7 @@ def _number(column: str) -> str:
 
 @functools.cache
 def _is_text(name: str) -> bool:
-    """Whether a field of a recipe is a name, which needs no quotes."""
+    """Whether a recipe's field holds text, which is written without quotes."""
     kind = get_type_hints(Recipe)[name]
     return kind is str or get_origin(kind) is Literal
 

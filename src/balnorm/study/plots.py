@@ -26,16 +26,16 @@ _LOOK: dict[Any, Any] = {
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
     "legend.frameon": False,
-    "svg.hashsalt": "balnorm",  # else every drawing has other names inside
+    "svg.hashsalt": "balnorm",  # otherwise the names inside differ every time
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a dollar in a name is a dollar
+    "text.parse_math": False,  # a dollar sign in a name is just that
 }
 _WIDTH, _HEIGHT, _COLUMNS = 3.4, 2.7, 3
 _DASHES = {"solid": "-", "dashed": (0, (4, 1.6)), "dotted": (0, (1, 1.4))}
 
 
 def figure_files(figure: Figure, formats: Sequence[str] = FORMATS) -> dict[str, bytes]:
-    """A figure, drawn: the names of its files, and what is in them."""
+    """Draw a figure. Returns the contents of its files by name."""
     import matplotlib as mpl
     from matplotlib.figure import Figure as Canvas
 
@@ -43,7 +43,7 @@ def figure_files(figure: Figure, formats: Sequence[str] = FORMATS) -> dict[str, 
     rows = -(-len(figure.panels) // columns)
     files = {}
     with mpl.rc_context(_LOOK), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # characters that the font lacks
+        warnings.simplefilter("ignore")  # about characters that the font lacks
         canvas = Canvas(figsize=(_WIDTH * max(columns, 1.6) + 0.3, _HEIGHT * rows + 0.7), layout="constrained")
         axes = canvas.subplots(rows, columns, squeeze=False).flat
         for panel, place in zip(figure.panels, axes, strict=False):
@@ -100,7 +100,7 @@ def _draw_curve(curve: Curve, axes: Axes, points: bool) -> None:
 
 
 def _printable(text: str) -> str:
-    """Without what no font has and no file can hold, such as the bytes of a name that is not UTF-8."""
+    """Escape what fonts and files cannot represent, such as the bytes of a name that is not UTF-8."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

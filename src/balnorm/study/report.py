@@ -1,4 +1,4 @@
-"""From folders to a report: figures, tables, and one page that shows all of it and needs no network."""
+"""From run folders to a report: figures, tables, and a page with all of them that works offline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Report", "write_report"]
 
 @dataclass(frozen=True)
 class Report:
-    """What a report says, and where it is."""
+    """A report's contents and location."""
 
     page: Path
     summary: tuple[str, ...]
@@ -47,15 +47,15 @@ def write_report(
     reach: Sequence[float] = (),
     formats: Sequence[str] = FORMATS,
 ) -> Report:
-    """Write the report of all runs below ``folders`` into the folder ``out``.
+    """Write a report on all runs below ``folders`` to the folder ``out``.
 
     Args:
-        folders: of studies or runs; they may still be running.
-        out: gets ``index.html``, the figures, and each table as CSV, Markdown and LaTeX.
-        title: of the page; by default the names of the recipes.
+        folders: folders of studies or runs, which may still be running.
+        out: receives ``index.html``, the figures, and each table as CSV, Markdown and LaTeX.
+        title: the page's title; by default, the names of the recipes.
         baseline: the normalisation that the others are compared with.
-        reach: test accuracies, between 0 and 1, to give the epochs until which; by default some near the best.
-        formats: of the figures' files.
+        reach: test accuracies between 0 and 1: report the epochs it took to reach them; by default, some near the best.
+        formats: file formats of the figures.
     """
     if unknown := [kind for kind in formats if kind not in FORMATS]:
         raise ValueError(f"formats must be of {', '.join(FORMATS)}, got {', '.join(unknown)}")
@@ -109,7 +109,7 @@ _OURS |= {f"{key}.{kind}" for key in ("results", "differences", "cost") for kind
 def _drawn(figure: Figure, formats: Sequence[str], problems: list[str]) -> dict[str, bytes]:
     try:
         return figure_files(figure, formats)
-    except Exception as error:  # whatever matplotlib makes of it, the page has the same figure
+    except Exception as error:  # whatever matplotlib raises, the page draws the figure too
         problems.append(f"{figure.key} could not be drawn ({' '.join(str(error).split())[:200]})")
         return {}
 
@@ -119,7 +119,7 @@ def _encoded(text: str) -> bytes:
 
 
 def _write(out: Path, contents: Mapping[str, bytes]) -> None:
-    """Write every file that can be written, and remove those that an earlier report left and this one has not."""
+    """Write every file that can be written, and remove files of an earlier report that this one lacks."""
     out.mkdir(parents=True, exist_ok=True)
     stale: set[str] = set()
     with contextlib.suppress(OSError):
@@ -149,7 +149,7 @@ def _kept(errors: list[OSError]) -> Iterator[None]:
 
 
 def summarize(results: Results, differences: Differences) -> list[str]:
-    """What came out, in sentences."""
+    """The outcome in sentences."""
     sentences = []
     ranked = sorted(
         ((found, setting) for setting in results.settings if (found := _final_spread(results, setting)) is not None),
@@ -188,7 +188,7 @@ def _final_spread(results: Results, setting: Setting) -> Any:
 
 
 def _compared(differences: Differences) -> list[str]:
-    """BalNorm against the baseline, where the study has both: a sentence each, or one for all where they are many."""
+    """BalNorm against the baseline, if the study has both: a sentence per pair, or one for all if there are many."""
     baseline, sentences, ahead, behind = differences.baseline, [], 0, 0
     for setting, found in differences.by_setting.items():
         if setting.norm != "balnorm":
@@ -253,7 +253,7 @@ def _run_row(run: Result, out: Path) -> dict[str, Any]:
 
 
 def _hyperparameters(results: Results) -> list[tuple[str, str]]:
-    """Every field of the recipes: its value, or its values."""
+    """Every field of the recipes with its value or values."""
     rows = []
     for field in fields(Recipe):
         values = list(dict.fromkeys(repr(getattr(run.recipe, field.name)).strip("'") for run in results.runs))

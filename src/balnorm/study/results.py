@@ -1,4 +1,4 @@
-"""What a study has measured: read from run folders, also while they are being written, and from packed studies."""
+"""The results of a study, read from run folders (also while they are being written) and from packed studies."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _OURS |= {"checkpoint.pt", "checkpoint.pt.previous", "checkpoint.pt.damaged"}
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs that differ in their seeds only have in common: the norm, and those fields that vary in a study."""
+    """What runs that differ only in their seeds have in common: the norm, and the fields that vary in a study."""
 
     norm: str
     varied: tuple[tuple[str, Any], ...] = ()
 
     @property
     def variation(self) -> str:
-        """The varied fields, as ``lr=0.1 width=8``."""
+        """The varied fields, such as ``lr=0.1 width=8``."""
         return " ".join(f"{name}={text_of(value)}" for name, value in self.varied)
 
     def __str__(self) -> str:
@@ -40,18 +40,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class Result:
-    """A run of a study, as far as it has got."""
+    """A run of a study, and how far it is."""
 
     folder: Path
-    """Its own, or that of the packed study that it is in."""
+    """Its own folder, or that of the packed study that contains it."""
     recipe: Recipe
     setting: Setting
     state: State = "new"
     lines: Records = ()
-    """All that was written: for a run that diverged also when it did."""
+    """All lines of its metrics; the last line of a diverged run says when it diverged."""
     packed: bool = False
     reason: str = ""
-    """Why it failed, or stopped."""
+    """Why it failed or stopped."""
 
     @property
     def source(self) -> Path:
@@ -68,11 +68,11 @@ class Result:
 
     @functools.cached_property
     def records(self) -> Records:
-        """The numbers of each epoch; those of a run that diverged end before it did."""
+        """The metrics of each epoch; those of a diverged run end before it diverged."""
         return tuple(line for line in self.lines if not line.get("diverged"))
 
     def now(self) -> Result:
-        """The run as its folder has it at this moment. Metrics that cannot be read count as failed."""
+        """The run as its folder is now. If its metrics cannot be read, it counts as failed."""
         if self.packed:
             return self
         try:
@@ -84,17 +84,17 @@ class Result:
 
 @dataclass(frozen=True)
 class Results:
-    """The runs of a study, where they came from, and a sentence for each thing that is wrong with its files."""
+    """The runs of a study, their origin, and a sentence for each problem with its files."""
 
     runs: tuple[Result, ...]
     problems: tuple[str, ...]
     commands: tuple[str, ...] = ()
     environments: tuple[dict[str, Any], ...] = ()
-    """Each machine with its versions, how often runs were started there, and when."""
+    """Each machine with its versions, and how often and when runs were started there."""
 
     @functools.cached_property
     def settings(self) -> list[Setting]:
-        """What varies by size or name, and within that the norms in the order of their list."""
+        """Sorted by what varies, then by norm in the order of their list."""
         return sorted(dict.fromkeys(run.setting for run in self.runs), key=_place)
 
     @functools.cached_property
@@ -108,7 +108,7 @@ class Results:
         return sum(run.state == state for run in self.runs)
 
     def packed(self) -> Packed:
-        """The runs that have ended, setting by setting and seed by seed, to be written as a packed study."""
+        """The runs that have ended, by setting and seed, as a packed study."""
         runs: dict[Recipe, Records] = {}
         for setting in self.settings:
             for run in sorted(self.of(setting), key=lambda run: run.recipe.seed):
@@ -120,7 +120,7 @@ class Results:
 def settings_of(recipes: Sequence[Recipe]) -> list[Setting]:
     """The setting of each recipe.
 
-    A field that follows from the others, such as a learning rate that was chosen for each batch size, is left out.
+    A field that follows from others, such as a learning rate chosen for each batch size, is left out.
     """
     rows = [asdict(recipe) for recipe in recipes]
     varying = [
@@ -141,16 +141,16 @@ def _combinations(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> in
 
 
 def text_of(value: Any) -> str:
-    """A value of a field as it stands in names."""
+    """A field's value as it appears in names."""
     return "+".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def read_results(folders: Iterable[str | Path]) -> Results:
-    """Every run below the folders. Leaves out what cannot be read, and says so."""
+    """Read every run below the folders. Skips what cannot be read, and says so."""
     reader = _Reader()
     for folder in dict.fromkeys(map(Path, folders)):
         if not folder.is_dir():
-            raise ValueError(f"{folder} is no folder: give that of a study, or of a run")
+            raise ValueError(f"{folder} is not a folder: give the folder of a study or a run")
         reader.read(folder)
     settings = settings_of([run.recipe for run in reader.runs.values()])
     runs = [replace(run, setting=each) for run, each in zip(reader.runs.values(), settings, strict=True)]
@@ -159,14 +159,14 @@ def read_results(folders: Iterable[str | Path]) -> Results:
 
 
 class _Reader:
-    """Collects the runs below folders: each once, whichever way leads there."""
+    """Collects the runs below folders, each once, whatever links lead there."""
 
     def __init__(self) -> None:
         self.runs: dict[Recipe, Result] = {}
         self.problems: list[str] = []
         self.packed_commands: list[str] = []
         self.commands: list[tuple[str, str]] = []
-        """When each was given, and what."""
+        """When each was typed, and the command."""
         self.starts: list[dict[str, Any]] = []
         self.seen: set[Path] = set()
 
@@ -187,7 +187,7 @@ class _Reader:
             self.problems.append(f"{_one_line(error)}: left out")
 
     def _walk(self, folder: Path) -> Iterator[tuple[Path, set[str]]]:
-        """Every folder, once, and also those that are linked to."""
+        """Every folder, including linked ones, once."""
         for path, folders, files in os.walk(folder, followlinks=True):
             place = Path(path).resolve()
             if place in self.seen:
@@ -218,7 +218,7 @@ class _Reader:
         if run.metrics.is_file() and not (run.metrics.read_bytes() or b"\n").endswith(b"\n"):
             problems.append(f"{run.metrics} ends in the middle of a line, which is left out: counted as {found.state}")
         if foreign := sorted(path.name for path in run.folder.iterdir() if not _is_ours(path)):
-            problems.append(f"{run.folder} holds something that is not of a run ({', '.join(foreign)}): ignored")
+            problems.append(f"{run.folder} contains files that do not belong to a run ({', '.join(foreign)}): ignored")
         for start in self._starts(run):
             words, when = start.get("command"), str(start.get("started", ""))
             if isinstance(words, list) and words:
@@ -227,7 +227,7 @@ class _Reader:
             self.starts.append({**machine, "starts": 1, "first_start": when, "last_start": when})
 
     def _add(self, run: Result) -> bool:
-        """Take a run, unless it is here already. A run folder beside the packed study that it went into is no news."""
+        """Add a run unless it is already here. A run folder and its copy in a packed study are the same run."""
         twin = self.runs.setdefault(run.recipe, run)
         if twin is not run and (run.packed == twin.packed or twin.lines != run.lines):
             self.problems.append(f"{_place_of(run)} is the same run as {_place_of(twin)}: left out")
@@ -238,10 +238,10 @@ class _Reader:
             starts = parse_json(run.environment.read_text())
         except (OSError, ValueError):
             starts = None
-        if starts is None and not run.metrics.exists():  # it never began
+        if starts is None and not run.metrics.exists():  # it never started
             return []
         if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-            self.problems.append(f"{run.environment} is missing or damaged: where the run ran is not known")
+            self.problems.append(f"{run.environment} is missing or damaged: where it ran is unknown")
             return []
         return starts
 
@@ -250,7 +250,7 @@ _WHEN = ("first_start", "last_start")
 
 
 def _machines(starts: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Each machine with its versions once, those with most starts first."""
+    """Each machine with its versions, once; those with the most starts first."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for start in starts:
         groups.setdefault(repr(sorted(_machine(start).items())), []).append(start)
@@ -278,7 +278,7 @@ def _place_of(run: Result) -> Path:
 
 def _place(setting: Setting) -> tuple[Any, ...]:
     place = list(NORMS).index(setting.norm)
-    # Numbers by size and before other values, which go by their names.
+    # Numbers by size, then other values by name.
     values = [(0, value, "") if isinstance(value, int | float) else (1, 0, str(value)) for _, value in setting.varied]
     return (*values, place)
 

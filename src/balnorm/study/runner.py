@@ -1,4 +1,4 @@
-"""Run a study: every run that has not ended, with something to look at meanwhile."""
+"""Run a study: train every run that has not ended, and show progress."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _LOOK = 0.5  # seconds between looks at the runs' folders
 
 
 def run_study(runs: Sequence[Result], executor: Executor, show: bool = True) -> list[Result]:
-    """Train the runs that have not ended, and return them as they are then. One that fails does not stop the others.
+    """Train the runs that have not ended, and return them with their new states. A failed run does not stop the others.
 
     Args:
-        runs: all of the study, as :func:`balnorm.study.grid.plan` returns them.
+        runs: all runs of the study, as :func:`balnorm.study.grid.plan` returns them.
         executor: where to train them.
         show: whether to show progress.
     """
@@ -56,12 +56,12 @@ def run_study(runs: Sequence[Result], executor: Executor, show: bool = True) -> 
             executor.stop()
             while running:
                 running -= len(executor.ended(_LOOK))
-            raise Stopped("stopped, and saved: the same command goes on from there") from None
+            raise Stopped("stopped and saved: repeat the command to resume") from None
     return ended
 
 
 def _checked(run: Result) -> Result:
-    """The run as its folder has it, which is what a report will say."""
+    """The run as its folder is, which is what a report reads."""
     now = run.now()
     if run.state == "finished" and not now.ended:
         reason = now.reason or f"{now.source} lacks epochs"
@@ -72,7 +72,7 @@ def _checked(run: Result) -> Result:
 
 
 def dry_run(runs: Sequence[Result], jobs: int, resources: Resources) -> str:
-    """A table of what would run, and about how long it would take on this machine, from a few steps of each setting."""
+    """A table of what would run, with an estimate of the time on this machine from a few steps of each setting."""
     executor = LocalExecutor(1, resources)
     waiting = [run for run in runs if not run.ended]
     rows, total = [], 0.0
@@ -93,12 +93,12 @@ def dry_run(runs: Sequence[Result], jobs: int, resources: Resources) -> str:
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_machine(recipes: Sequence[Recipe], resources: Resources) -> None:
-    """In a process of its own: raise what is wrong with the device, the processor or the data, if anything is."""
+    """In a process of its own: raise an error if the device, the processor or the data is unsuitable."""
     from balnorm.training.images import make_loaders
     from balnorm.training.processes import processes
     from balnorm.training.processor import check_precision
@@ -110,7 +110,7 @@ def _check_machine(recipes: Sequence[Recipe], resources: Resources) -> None:
 
 
 def _measured(recipe: Recipe, resources: Resources) -> float:
-    """In a process of its own: the seconds of an epoch."""
+    """In a process of its own: measure the seconds per epoch."""
     import torch
 
     from balnorm.profiling import epoch_seconds

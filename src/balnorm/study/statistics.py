@@ -1,7 +1,7 @@
-"""What many runs say together: medians, quartiles, differences. It knows nothing of figures.
+"""Statistics over runs: medians, quartiles, differences. This module knows nothing of figures.
 
-A run that diverged counts, from then on, as worse than any other: accuracy 0 and infinite loss. Leaving it out would
-make a method that diverges half of the time look as good as one that never does.
+From the epoch in which a run diverges, it counts as worse than any other: accuracy 0 and infinite loss. Leaving it out
+would make a method that diverges half of the time look as good as one that never does.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ class Band:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two settings, seed by seed: the median, its 95% bootstrap interval, and how often the first does better."""
+    """The difference between two settings by seed: median, 95% bootstrap interval, and how often the first wins."""
 
     median: float
     low: float
     high: float
     improvement: float
-    """The probability that a run of the first is better than one of the second; ties count half."""
+    """The probability that a run of the first beats one of the second; ties count half."""
     n: int
-    """Seeds that both have."""
+    """How many seeds both have."""
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Linear between neighbours, as numpy has it, and right for infinite values too."""
+    """Interpolates linearly, as numpy does, but handles infinite values correctly."""
     ordered = sorted(values)
     place = q * (len(ordered) - 1)
     below, part = int(place), place - int(place)
@@ -73,7 +73,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Median and quartiles, or None of nothing."""
+    """Median and quartiles, or ``None`` if there are no values."""
     if not values:
         return None
     low, median, high = (quantile(values, q) for q in (0.25, 0.5, 0.75))
@@ -81,12 +81,12 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def worst(name: str) -> float:
-    """What a run that diverged counts as."""
+    """The value that a diverged run counts with."""
     return 0.0 if name.endswith("accuracy") else math.inf
 
 
 def values_by_epoch(runs: Sequence[Result], name: str) -> Band:
-    """A metric over the epochs, of all runs that have got so far."""
+    """A metric by epoch, over all runs that have reached it."""
     epochs = max((run.recipe.epochs for run in runs), default=0)
     columns: list[list[float]] = [[] for _ in range(epochs)]
     for run in runs:
@@ -100,13 +100,13 @@ def values_by_epoch(runs: Sequence[Result], name: str) -> Band:
 
 
 def final(runs: Sequence[Result], name: str) -> dict[int, float]:
-    """The metric after the last epoch, by seed, of the runs that have ended."""
+    """The metric after the last epoch, by seed, for the runs that have ended."""
     values = {run.recipe.seed: run.records[-1][name] for run in runs if run.state == "finished" and run.records}
     return values | {run.recipe.seed: worst(name) for run in runs if run.state == "diverged"}
 
 
 def epochs_to_reach(runs: Sequence[Result], accuracy: float) -> list[float]:
-    """For each run that has ended, the first epoch with this test accuracy; infinite where it never came."""
+    """For each run that has ended, the first epoch with this test accuracy; infinite if there is none."""
     return [
         next((float(r["epoch"]) for r in run.records if r["test_accuracy"] >= accuracy), math.inf)
         for run in runs
@@ -115,7 +115,7 @@ def epochs_to_reach(runs: Sequence[Result], accuracy: float) -> list[float]:
 
 
 def levels(results: Results) -> list[float]:
-    """Accuracies worth asking for: whole percents at about 75, 90 and 97 hundredths of the best median."""
+    """Accuracies to report the epochs for: about 75%, 90% and 97% of the best median, in whole percents."""
     finals = [final(results.of(setting), "test_accuracy") for setting in results.settings]
     medians = [quantile(list(values.values()), 0.5) for values in finals if values]
     best = max(medians, default=0.0)
@@ -124,14 +124,14 @@ def levels(results: Results) -> list[float]:
 
 @dataclass(frozen=True)
 class Differences:
-    """What the settings of a study gain or lose against those of one norm, with all else alike."""
+    """How the settings of a study differ from the baseline norm with all else equal."""
 
     baseline: str
     by_setting: dict[Setting, Difference]
 
 
 def differences_to(results: Results, baseline: str) -> Differences:
-    """The difference in final test accuracy of every setting that has a counterpart with the baseline norm."""
+    """The difference in final test accuracy for every setting with a counterpart that has the baseline norm."""
     found = {}
     for setting in results.settings:
         if setting.norm != baseline and (other := Setting(baseline, setting.varied)) in results.settings:
@@ -142,7 +142,7 @@ def differences_to(results: Results, baseline: str) -> Differences:
 
 
 def difference(ours: dict[int, float], theirs: dict[int, float], resamples: int = 10_000) -> Difference | None:
-    """Ours minus theirs for the seeds that both have, as a median with a 95% percentile bootstrap over seeds.
+    """Ours minus theirs for the seeds that both have: the median, with a 95% percentile bootstrap over seeds.
 
     Of fewer than five seeds the interval is infinite: the median of so few, drawn again, is too often on one side of 0
     by chance (in one of four cases with three seeds, where there is no difference).
@@ -161,6 +161,6 @@ def difference(ours: dict[int, float], theirs: dict[int, float], resamples: int 
 
 
 def probability_of_improvement(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """How often a value of ours is above one of theirs, over all pairs; ties count half."""
+    """How often a value of ours exceeds one of theirs, over all pairs; ties count half."""
     pairs = [(a > b) + 0.5 * (a == b) for a in ours for b in theirs]
     return float(np.mean(pairs))

@@ -1,4 +1,4 @@
-"""The tables of a study, and how they are written: as text, Markdown, LaTeX and CSV."""
+"""The tables of a study, as text, Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Raw = float | str | None
 
 @dataclass(frozen=True)
 class Cell:
-    """What is shown, and the numbers behind it."""
+    """The text shown, and the numbers behind it."""
 
     text: str
     raw: tuple[Raw, ...]
 
     @property
     def sort(self) -> Raw:
-        """What to sort a column by; None comes last."""
+        """The value to sort a column by; ``None`` comes last."""
         return self.raw[0]
 
 
@@ -70,7 +70,7 @@ def as_markdown(table: Table) -> str:
 
 
 def as_latex(table: Table) -> str:
-    """A tabular for the package booktabs."""
+    """A tabular that uses the package booktabs."""
 
     def line(cells: Sequence[str]) -> str:
         return " & ".join(map(_escaped, cells)) + r" \\"
@@ -81,7 +81,7 @@ def as_latex(table: Table) -> str:
 
 
 def as_csv(table: Table) -> str:
-    """The numbers, not rounded; accuracies as fractions. Empty where there is none."""
+    """The numbers without rounding, accuracies as fractions; empty where there is no value."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([name for _, names in table.columns for name in names])
@@ -225,7 +225,7 @@ _MARKDOWN = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "\n": " "} | {c: "\\" + c f
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown shows as it is: neither markup nor HTML."""
+    """Escape text so that Markdown shows it literally."""
     return "".join(_MARKDOWN.get(character, character) for character in text)
 
 

@@ -1,4 +1,4 @@
-"""What a training run is made of: every number of an experiment in one frozen dataclass. It imports no torch."""
+"""A recipe holds every setting of an experiment in one frozen dataclass. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     ModelName = str
     NormName = str
     SetName = str
-else:  # their names are where they are; none of these imports torch
+else:  # each name is written once, where it is defined; none of these modules imports torch
     ModelName, NormName, SetName = Literal[tuple(MODELS)], Literal[tuple(NORMS)], Literal[(*SETS, "folder")]
 OptimizerName = Literal["sgd", "adamw"]
 ScheduleName = Literal["multistep", "onecycle", "cosine", "constant"]
@@ -38,71 +38,71 @@ Precision = Literal["float32", "bfloat16", "float16"]
 
 
 _LARGEST = {"lr": 1e30, "weight_decay": 1e30, "clip_norm": 1e30, "alpha": 1e6, "workers": 1000}
-"""Bounds on what float32, a Beta distribution and a machine can bear."""
+"""The largest values that float32, a Beta distribution and a machine can handle."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """An experiment. Two runs of a recipe on one machine, with the same number of threads, give the same numbers."""
+    """An experiment. On the same machine with the same number of threads, it always gives the same numbers."""
 
     name: str
-    """What the recipe is called."""
+    """The recipe's name."""
     data: SetName
-    """The data set, or "folder" for images in folders."""
+    """The data set, or "folder" for your own images."""
     model: ModelName
     norm: NormName = "balnorm"
     seed: int = 0
-    """Of the weights, the order of the data, augmentation and mixup."""
+    """Determines the initial weights, the order of the data, augmentation and mixup."""
 
     epochs: int = 30
     batch_size: int = 128
-    """Of each process."""
+    """Images per batch and process."""
     optimizer: OptimizerName = "sgd"
-    """AdamW wants a learning rate of its own, such as 0.003."""
+    """AdamW needs a smaller learning rate, such as 0.003."""
     lr: float = 0.1
-    """Learning rate at the start; its course is the schedule's."""
+    """The initial learning rate; the schedule changes it."""
     momentum: float = 0.9
-    """Of AdamW it is the first beta; the second is 0.999."""
+    """For AdamW, the first beta; the second is 0.999."""
     weight_decay: float = 1e-4
-    """On weights; none on gains, biases and norms. AdamW's is decoupled from the gradient."""
+    """Applies to weights, not to gains, biases and norms. AdamW decouples it from the gradient."""
     schedule: ScheduleName = "cosine"
     drops: tuple[int, ...] = ()
-    """Epochs after which a multistep schedule divides the learning rate by ten."""
+    """The epochs at which a multistep schedule divides the learning rate by ten."""
 
     width: int | None = None
-    """Channels of the network's first stage; None is its own default."""
+    """Channels of the network's first stage; None uses the network's default."""
     depth: int | None = None
-    """Of a wide ResNet, 6 n + 2; None is its own default, 20."""
+    """The depth of a wide ResNet, 6 n + 2; None means 20."""
 
     padding: int = 4
-    """Largest shift of an image in training, in pixels; images from folders are cropped at random instead."""
+    """Shift training images by up to so many pixels; images from folders are cropped at random instead."""
     mixup: MixupKind = "none"
-    """Mix images at the input, or ("manifold") also after the first and second stage."""
+    """Mix images at the input, or, with "manifold", also after the first or second stage."""
     alpha: float = 6.0
-    """Of mixup's Beta distribution, where there is mixup."""
+    """The parameter of mixup's Beta distribution."""
     loss: Literal["cross_entropy", "bce"] = "cross_entropy"
     label_smoothing: float = 0.0
     clip_norm: float | None = None
-    """Largest norm of all gradients together."""
+    """Clip the norm of the whole gradient to this value."""
     ema: float | None = None
-    """Decay of an average of the weights, which is then what is evaluated."""
+    """Evaluate a moving average of the weights, with this decay."""
     scale_to_data: bool = False
-    """Measure the output scales of balanced layers on the first batch, before the first step."""
+    """Measure the output scales of balanced layers on the first batch, before training."""
 
     precision: Precision = "float32"
     compile: bool = False
     sync_stats: bool = False
-    """Statistics of all processes together, rather than of each; for batchnorm on GPUs only."""
+    """Compute statistics over all processes together; for batchnorm, on GPUs only."""
     train_limit: int | None = None
-    """Train on so many images, of all classes alike."""
+    """Train on so many images, with every class keeping its share."""
     test_limit: int | None = None
     image_size: int = 224
-    """Of images from folders."""
+    """The size of images from folders."""
     workers: int = 2
-    """Processes that decode images from folders."""
+    """How many processes decode images from folders."""
 
     def check(self) -> None:
-        """Raise a ValueError that says what is allowed."""
+        """Raise a ValueError that states what is allowed."""
         positive = (
             "epochs",
             "batch_size",
@@ -151,7 +151,7 @@ class Recipe:
             raise ValueError(f"scale_to_data is for balnorm, not for {self.norm}")
 
     def idle(self) -> dict[str, str]:
-        """The fields that have no effect with the others as they are, and why."""
+        """The fields that have no effect in combination with the others, and why."""
         reasons = {}
         if self.mixup == "none":
             reasons["alpha"] = "there is no mixup"
@@ -164,13 +164,13 @@ class Recipe:
         return reasons
 
     def model_options(self) -> dict[str, int]:
-        """What the network is made with, besides its name and its norm."""
+        """The network's options besides its name and norm."""
         options = {"width": self.width, "depth": self.depth}
         return {name: value for name, value in options.items() if value is not None}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Recipe:
-        """The recipe that :func:`dataclasses.asdict` took apart, as read from JSON."""
+        """Build a recipe from its fields, as :func:`dataclasses.asdict` returns them, read back from JSON."""
         if not isinstance(values, dict):
             raise ValueError("not the fields of a recipe")
         known = {field.name for field in fields(Recipe)}
@@ -185,7 +185,7 @@ class Recipe:
 
 
 def _is_a(value: object, kind: Any) -> bool:
-    """Whether a value read from JSON is of a field's type."""
+    """Whether a value read from JSON has a field's type."""
     if get_origin(kind) is Literal:
         return any(value is each or (isinstance(value, str) and value == each) for each in get_args(kind))
     if get_origin(kind) is tuple:
@@ -198,7 +198,7 @@ def _is_a(value: object, kind: Any) -> bool:
 
 
 def without_effect(base: Recipe, recipes: Sequence[Recipe]) -> list[str]:
-    """A sentence for each field that was changed from the base recipe and has an effect in none of the others."""
+    """A sentence for each field that differs from the base recipe but has no effect in any of the recipes."""
     return [
         f"{name} has no effect: {reason}"
         for name, reason in recipes[0].idle().items()

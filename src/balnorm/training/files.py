@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all. It imports no torch."""
+"""Atomic writes, and JSON from files that may be damaged. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["parse_json", "write_atomically", "written"]
 
 
 def parse_json(text: str) -> Any:
-    """What a JSON text holds; a ValueError also where it is nested too deeply to be read."""
+    """Parse JSON. Raises a ValueError also if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -21,14 +21,14 @@ def parse_json(text: str) -> Any:
 
 
 def write_atomically(path: Path, contents: bytes) -> None:
-    """Write a file so that there is always either the old one or the new one, whole, whatever happens meanwhile."""
+    """Write a file such that at any moment either the old or the new one exists, complete."""
     with written(path, contents) as temporary:
         os.replace(temporary, path)
 
 
 @contextlib.contextmanager
 def written(path: Path, contents: bytes) -> Iterator[Path]:
-    """A file beside ``path``, safely on the disk, to be given its name inside."""
+    """Write a temporary file beside ``path`` and sync it to disk; rename it to ``path`` inside the context."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -39,8 +39,8 @@ def written(path: Path, contents: bytes) -> Iterator[Path]:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error  # the name that was asked for
-    with contextlib.suppress(OSError):  # not every file system has directories that can be synchronised
+        raise OSError(error.errno, error.strerror, str(path)) from error  # the name that the caller knows
+    with contextlib.suppress(OSError):  # not every file system can sync directories
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -1,4 +1,4 @@
-"""The images of a recipe: what there is to know of them, and loaders for training and test."""
+"""The images of a recipe: their specification, and loaders for training and test."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TEST_BATCH = 500  # of small images, in memory
 
 
 def make_loaders(recipe: Recipe, team: Processes, root: Path) -> tuple[Loader, Loader, ImageSpec]:
-    """Loaders for training and test, and what the images are."""
+    """Loaders for training and test, and the images' specification."""
     (channels, size, _), _ = image_shape(recipe)
     data: Images | ImageFolder
     mean: Any
@@ -58,7 +58,7 @@ def make_loaders(recipe: Recipe, team: Processes, root: Path) -> tuple[Loader, L
 
 
 def make_test_loader(recipe: Recipe, team: Processes, root: Path, spec: ImageSpec, batch_size: int) -> Loader:
-    """A loader of the test images alone, for a network that was trained on images of this kind."""
+    """A loader for the test images only, for a network trained on images of this specification."""
     options = _options(recipe, team, spec)
     if recipe.data == "folder":
         folder = ImageFolder.scan(root, "test", classes=spec.classes, limit=recipe.test_limit)
@@ -67,7 +67,7 @@ def make_test_loader(recipe: Recipe, team: Processes, root: Path, spec: ImageSpe
 
 
 def image_shape(recipe: Recipe) -> tuple[tuple[int, int, int], int]:
-    """Channels, height and width of the images of a recipe, and the number of classes, as far as it says."""
+    """Channels, height and width of a recipe's images, and the number of classes (1000 for folders)."""
     if recipe.data == "folder":
         return (3, recipe.image_size, recipe.image_size), 1000
     known = SETS[recipe.data]

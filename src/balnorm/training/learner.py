@@ -1,4 +1,4 @@
-"""A network in training: what a step does, and an evaluation. It knows nothing of epochs, folders and checkpoints."""
+"""A network in training: one step, and evaluation. It knows nothing of epochs, folders and checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from balnorm.training.schedules import Rates, rates
 __all__ = ["Learner", "autocast", "make_model", "make_optimizer", "set_rates", "sums_of"]
 
 _RENEWAL = 20  # batches that give averaged weights their statistics
-_MIXUP = 3  # the key of mixup's random numbers, beside those of order and augmentation
+_MIXUP = 3  # the key of mixup's random numbers, distinct from those of order and augmentation
 
 
 class Learner:
@@ -53,20 +53,20 @@ class Learner:
         self.scaler = torch.amp.GradScaler(team.device.type, enabled=recipe.precision == "float16")
 
     def measure_scales(self) -> None:
-        """Before the first step, where the recipe asks for it; afterwards the state carries the scales."""
+        """Measure output scales before the first step, if the recipe asks for it. The state then contains them."""
         if self.recipe.scale_to_data:
             images, _ = next(self.train_loader.epoch(0))
             scale_to_data(self.model, images)
 
     def follow_schedule(self, epoch: float) -> None:
-        """Set what changes with the epochs that are done; a part of one counts."""
+        """Set the rates, and the norm's progress, for the given epoch, which may be a fraction."""
         for group in self.optimizer.param_groups:
             set_rates(group, rates(self.recipe, epoch))
         if self.norm.follows_progress:
             set_progress(self.model, epoch / self.recipe.epochs)
 
     def step(self, images: Tensor, labels: Tensor, epoch: int = 0, step: int = 0) -> tuple[Tensor, Tensor]:
-        """Forward, backward, and a step of the optimiser. Returns scores and loss."""
+        """Forward pass, backward pass and optimiser step. Returns scores and loss."""
         recipe = self.recipe
         blend = self.draw_blend(len(labels), epoch, step)
         mixing = contextlib.nullcontext() if self.mixup is None or blend is None else self.mixup.active(blend)
@@ -99,7 +99,7 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Loss and accuracy on the test set, each image counted once, whatever the number of processes."""
+        """Loss and accuracy on the test set. Each image counts once, however many processes there are."""
         model = self.model
         if self.averaged is not None:
             model = self.averaged
@@ -115,7 +115,7 @@ class Learner:
         return {"test_loss": loss_sum / count, "test_accuracy": right_sum / count}
 
     def state(self) -> dict[str, Any]:
-        """All that training changes."""
+        """Everything that training changes."""
         rng = [torch.get_rng_state()]
         if self.team.device.type == "cuda":
             rng.append(torch.cuda.get_rng_state(self.team.device))
@@ -128,7 +128,7 @@ class Learner:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take up what :meth:`state` returned. Raises an error of any kind where it is not of this recipe."""
+        """Load what :meth:`state` returned. Raises some error if it does not fit this recipe."""
         self.model.load_state_dict(state["model"])
         if self.averaged is not None:
             self.averaged.load_state_dict(state["averaged"])
@@ -155,7 +155,7 @@ def make_model(recipe: Recipe, team: Processes, images: ImageSpec) -> nn.Module:
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimiser, with weight decay on weights only."""
+    """The optimiser, with weight decay on the weights only."""
     groups = param_groups(model, recipe.weight_decay)
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=recipe.lr)
@@ -172,7 +172,7 @@ def renew_statistics(model: nn.Module, batches: list[Tensor]) -> None:
 
 
 def set_rates(group: dict[str, Any], rate: Rates) -> None:
-    """Give an optimiser's group of parameters the learning rate and the momentum of a step."""
+    """Set the learning rate and momentum of an optimiser's parameter group."""
     group["lr"] = rate.lr
     if "betas" in group:
         group["betas"] = (rate.momentum, group["betas"][1])
@@ -181,27 +181,27 @@ def set_rates(group: dict[str, Any], rate: Rates) -> None:
 
 
 def autocast(recipe: Recipe, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """The precision of a recipe, as a context."""
+    """A context that applies the recipe's precision."""
     if recipe.precision == "float32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, {"bfloat16": torch.bfloat16, "float16": torch.float16}[recipe.precision])
 
 
 def sums_of(loss: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
-    """What an epoch adds up: loss, right answers, images."""
+    """The sums that an epoch accumulates: loss, correct answers, images."""
     right = (scores.argmax(1) == labels).sum().double()
     return torch.stack([loss.double(), right, torch.full_like(right, len(labels))])
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """As its own method does, which believes whatever it is given."""
+    """Load an optimiser's state with the checks that its own method lacks."""
     ours, theirs = (
         [{name: group[name] for name in group if name not in ("params", "lr", "momentum", "betas")} for group in groups]
         for groups in (optimizer.param_groups, state["param_groups"])
     )
     if ours != theirs:
-        raise ValueError("the optimiser has other options")
+        raise ValueError("the optimiser's options differ")
     optimizer.load_state_dict(state)
     for parameter, kept in optimizer.state.items():
         if any(isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape for value in kept.values()):
-            raise ValueError("the optimiser is of another network")
+            raise ValueError("the optimiser belongs to another network")

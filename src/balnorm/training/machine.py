@@ -1,4 +1,4 @@
-"""The machine that a run is on: what it is, with which versions, and how much memory the run takes."""
+"""The machine that a run is on: its hardware and versions, and the memory that the run uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["environment", "forget_peak_memory", "peak_memory"]
 
 
 def environment() -> dict[str, Any]:
-    """The machine and the versions, as far as they can change a result."""
+    """The hardware and versions that can affect a result."""
     import torch
 
     from balnorm.functional import backend
@@ -55,7 +55,7 @@ def _processor() -> str:
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Count the peak from here, where the system can: reading the data may take more than training."""
+    """Reset the peak, if the system can: reading the data may need more memory than training."""
     import torch
 
     if device.type == "cuda":
@@ -66,7 +66,7 @@ def forget_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes that this process has used so far: on its GPU, or else in main memory, where that is known."""
+    """Peak memory of this process in bytes, on its GPU or else in main memory; ``None`` if unknown."""
     import torch
 
     if device.type == "cuda":

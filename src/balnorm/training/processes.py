@@ -1,4 +1,4 @@
-"""One process or several: who am I, on which device, and sums over all. Started by torchrun, or alone."""
+"""The processes of a run, started by torchrun or alone: rank, device, and sums over all of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.distributed.rendezvous import rendezvous
 
 __all__ = ["Processes", "processes"]
 
-_PATIENCE = dt.timedelta(minutes=10)  # for a process that stopped answering
+_PATIENCE = dt.timedelta(minutes=10)  # before a process that does not respond counts as dead
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among all of a run."""
+    """This process among all processes of a run."""
 
     rank: int
     world: int
@@ -29,7 +29,7 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that writes files and talks to people."""
+        """Whether this process writes the files and shows progress."""
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -40,26 +40,26 @@ class Processes:
         return values
 
     def any(self, *values: bool) -> list[bool]:
-        """For each value, whether it is so for any process."""
+        """For each value, whether it is true in any process."""
         if self.world == 1:
             return list(values)
         return [count > 0 for count in self.sum(torch.tensor(values, dtype=torch.float32, device=self.device)).tolist()]
 
     def share_buffers(self, module: nn.Module) -> None:
-        """Give all processes the first one's running statistics: DDP does so only before a forward pass in training."""
+        """Copy the first process's running statistics to all: DDP does so only before a forward pass in training."""
         if self.world > 1:
             for buffer in module.buffers():
                 dist.broadcast(buffer, 0)
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait until all processes get here."""
         if self.world > 1:
             dist.barrier()
 
 
 @contextmanager
 def processes(device: str | None = None) -> Iterator[Processes]:
-    """The processes that torchrun has started, connected (nccl on GPUs, gloo elsewhere); or just this one."""
+    """Connect the processes that torchrun started (nccl on GPUs, gloo elsewhere); otherwise, just this one."""
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     place = _place(device, local, world)
@@ -80,22 +80,22 @@ def processes(device: str | None = None) -> Iterator[Processes]:
 
 
 def _place(device: str | None, local: int, world: int) -> torch.device:
-    """The device that was asked for, or a GPU if there is one; each process of a machine has its own."""
+    """The requested device, or a GPU if there is one. Each process on a machine gets its own."""
     if device is None:
         return torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     try:
         place = torch.device(device)
     except RuntimeError:
-        raise ValueError(f"device must be such as cpu, cuda or cuda:1, got {device!r}") from None
+        raise ValueError(f"device must be something like cpu, cuda or cuda:1, got {device!r}") from None
     if place.type == "meta":
-        raise ValueError("device 'meta' holds no numbers: it must be such as cpu, cuda or cuda:1")
+        raise ValueError("device 'meta' holds no numbers: it must be something like cpu, cuda or cuda:1")
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} is not here: torch sees no GPU")
+        raise ValueError(f"device {device!r} is not available: torch sees no GPU")
     try:
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).split("\n")[0]
-        raise ValueError(f"device {device!r} is not here ({reason})") from None
+        raise ValueError(f"device {device!r} is not available ({reason})") from None
     if place.type == "cuda":
         if place.index is None:
             return torch.device("cuda", local)

@@ -1,12 +1,12 @@
-"""Whether torch's convolutions run on this processor. It imports no torch.
+"""Test whether torch's convolutions run on this processor. This module does not import torch.
 
-On some they do not: oneDNN, which computes them for torch, ends the process. Seen with torch 2.13:
+On some processors oneDNN, which computes them for torch, crashes the process. Seen with torch 2.13:
 
 - Intel AMX in a virtual machine: an illegal instruction, in bfloat16, with strides above 1;
 - AVX2 without AVX-512: memory is overwritten in backward of 1x1 kernels with stride, channels last, below 8 channels
   (https://github.com/uxlfoundation/oneDNN/issues/6035), which the recipes' networks are too wide for, and tests not.
 
-So a process of its own tries them, and if it dies, again with one instruction set less, and so on.
+So a separate process tries them; if it dies, another tries with one instruction set less, and so on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from balnorm.errors import Failure
 __all__ = ["CAP", "TRIAL", "Defect", "ProcessorError", "caps", "check_precision", "find_defect", "remedy_after"]
 
 CAP = "ONEDNN_MAX_CPU_ISA"
-"""The environment variable that limits oneDNN's instructions. It is read when torch is loaded."""
+"""The environment variable that limits oneDNN's instructions. oneDNN reads it when torch is loaded."""
 
 # oneDNN's names of instruction sets, from the highest, and what Linux calls the one that each adds.
 _LEVELS = {
@@ -81,30 +81,30 @@ if "float32" in sys.argv:
 """
 
 TRIAL: tuple[str, ...] = (sys.executable, "-W", "ignore", "-c", _PROGRAM)
-"""The command that does torch's convolutions, forward and backward, in the precisions that follow."""
+"""The command that runs torch's convolutions, forward and backward; append the precisions."""
 
 
 class ProcessorError(Failure):
-    """This processor cannot do what was asked for."""
+    """The processor cannot run what was requested."""
 
 
 @dataclass(frozen=True)
 class Defect:
-    """What ended the trial, and the highest cap under which it survives, if there is one."""
+    """The signal that ended the trial, and the highest cap under which it survives, if any."""
 
     signal: str
     cap: str | None
 
     @property
     def remedy(self) -> str:
-        """What to do, to stand behind a colon."""
+        """What to do, phrased to follow a colon."""
         return f"set {CAP}={self.cap} in the environment" if self.cap else "use another processor, or a GPU"
 
 
 def find_defect(precisions: Sequence[str] = ("float32", "bfloat16", "float16")) -> Defect | None:
-    """Try the convolutions in another process, and if it dies, again under one cap after the other.
+    """Try the convolutions in another process; if it dies, try again under lower and lower caps.
 
-    It takes the seconds that loading torch takes, and none where there is nothing to cap.
+    This takes as long as loading torch, or no time if there is nothing to cap.
     """
     lower = caps()
     if not lower or (end := _end_of([*TRIAL, *precisions])) is None:
@@ -113,7 +113,7 @@ def find_defect(precisions: Sequence[str] = ("float32", "bfloat16", "float16")) 
 
 
 def caps(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """The caps that change something on this processor, from the highest. All of them, where it is not known."""
+    """The caps that have an effect on this processor, highest first; all of them if the processor is unknown."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -123,7 +123,7 @@ def caps(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
 
 
 def check_precision(precision: str, device: str | None) -> None:
-    """Raise a ProcessorError that has the remedy, where training in this precision would end the process.
+    """Raise a ProcessorError that names the remedy if training in this precision would crash the process.
 
     Args:
         precision: a recipe's; float32 is not tried, because its defect is one of networks narrower than the recipes'.
@@ -143,7 +143,7 @@ def check_precision(precision: str, device: str | None) -> None:
 
 @functools.cache
 def remedy_after(number: int) -> str | None:
-    """What to do about a process that was ended by this signal, if the processor is to blame."""
+    """What to do about a process that this signal ended, if the processor is to blame."""
     if number not in _DEADLY:
         return None
     defect = find_defect()
@@ -153,7 +153,7 @@ def remedy_after(number: int) -> str | None:
 
 
 def _end_of(trial: Sequence[str], cap: str | None = None) -> str | None:
-    """The name of the signal that the processor ended the trial with; ``None`` for any other end."""
+    """The name of the signal with which the processor ended the trial; ``None`` for any other end."""
     environment = os.environ if cap is None else {**os.environ, CAP: cap}
     done = subprocess.run(trial, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     return signal.Signals(-done.returncode).name if -done.returncode in _DEADLY else None

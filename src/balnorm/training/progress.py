@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live bar in a terminal, plain lines elsewhere."""
+"""Progress of a run: a live bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """Shows an epoch's steps as they go, and a line for each epoch that is done.
+    """Shows the steps of an epoch as they happen, and a line for each finished epoch.
 
     Args:
-        title: of the run.
-        epochs: in all.
-        show: whether to show anything; not in all but the first of several processes.
+        title: the run's title.
+        epochs: how many there are.
+        show: whether to show anything; only the first of several processes does.
     """
 
     def __init__(self, title: str, epochs: int, show: bool = True) -> None:
@@ -47,7 +47,7 @@ class Progress:
             self.bar.stop()
 
     def step(self, epoch: int, step: int, steps: int, loss: float, accuracy: float, images_per_second: float) -> None:
-        """A step is done: ten times a second at most, this is shown."""
+        """Report a finished step; the bar is updated at most ten times a second."""
         now = time.monotonic()
         if self.bar is None or now - self.last < 0.1:
             return
@@ -59,7 +59,7 @@ class Progress:
         self.bar.update(self.task, completed=epoch * steps + step, note=note)
 
     def epoch(self, record: dict[str, Any]) -> None:
-        """An epoch is done."""
+        """Report a finished epoch."""
         if record.get("diverged"):
             self.say(f"{self.title}  epoch {record['epoch']}: the loss is not finite, the run has diverged")
             return
@@ -70,7 +70,7 @@ class Progress:
         )
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line."""
         if not self.show:
             return
         if self.bar is not None:

@@ -1,4 +1,4 @@
-"""A run is a folder: its recipe, where it ran, what came out epoch by epoch. Nothing else holds state."""
+"""A run is a folder with its recipe, its environment and its results by epoch. Nothing else holds state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 State = Literal["new", "unfinished", "finished", "diverged", "failed", "busy"]
-"""How far a run is. It has ended if it is finished or diverged; one that is busy is trained by another process."""
+"""How far a run is. It has ended if it is finished or diverged; if it is busy, another process is training it."""
 
 Record = dict[str, Any]
 """What a run measured in one epoch."""
@@ -38,7 +38,7 @@ _NUMBERS = ("epoch", "lr", "momentum", "train_loss", "train_accuracy", "test_los
 
 
 class RunError(Failure):
-    """A run's folder, or a packed study, cannot be used. The message is one sentence and says what to do."""
+    """A run's folder or a packed study is unusable. The message is one sentence that says what to do."""
 
 
 class RunBusyError(RunError):
@@ -63,21 +63,21 @@ class Run:
         self.error = self.folder / "error.txt"
 
     def check(self, recipe: Recipe) -> None:
-        """Raise a RunError unless the folder is new, empty, or holds a run of the same recipe."""
+        """Raise a RunError unless the folder is new, is empty, or holds a run of the same recipe."""
         if self.config.exists():
             check_same(recipe, self.recipe(), self.folder)
         elif self.folder.exists() and any(path.suffix != ".tmp" for path in self.folder.iterdir()):
             raise RunError(f"{self.folder} is not empty and holds no run: choose another folder")
 
     def create(self, recipe: Recipe) -> None:
-        """Make the folder, if it is not there."""
+        """Create the folder if it does not exist."""
         if not self.config.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write(self.config, asdict(recipe))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other processes from training in this folder meanwhile, where the system can lock files."""
+        """Lock the folder against training by other processes, if the system supports it."""
         try:
             import fcntl
         except ImportError:
@@ -108,13 +108,13 @@ class Run:
         self._write(self.environment, [*starts, {**environment(), **more}])
 
     def keep_failure(self, recipe: Recipe, text: str) -> None:
-        """Write down why the run failed, in a folder that one that failed early has not made yet."""
+        """Record why the run failed, creating the folder if it failed before that."""
         with suppress(OSError):
             self.create(recipe)
             write_atomically(self.error, text.encode(errors="replace"))
 
     def progress(self, epochs: int) -> tuple[State, list[Record]]:
-        """How far the run is, and its records. A RunError says where they cannot be those of so many epochs."""
+        """How far the run is, and its records. Raises a RunError if they cannot be those of so many epochs."""
         if not self.config.exists():
             return "new", []
         records = self.records()
@@ -123,11 +123,11 @@ class Run:
         return "failed" if self.error.exists() else state_after(records, epochs), records
 
     def records(self) -> list[Record]:
-        """The lines of ``metrics.jsonl``; a last line that broke off is left out."""
+        """The records in ``metrics.jsonl``, without an incomplete last line."""
         return read_metrics(self.metrics)
 
     def keep_records(self, epochs: int) -> None:
-        """Forget what came after so many epochs: a resumed run does them again."""
+        """Drop the records after so many epochs, which a resumed run repeats."""
         kept = [record for record in self.records() if record["epoch"] <= epochs]
         write_atomically(self.metrics, "".join(_line(record) for record in kept).encode())
 
@@ -143,7 +143,7 @@ class Run:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records in a ``metrics.jsonl``, without a last line that was not finished."""
+    """The records in a ``metrics.jsonl``, without an incomplete last line."""
     if not path.exists():
         return []
     records = []
@@ -164,27 +164,27 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def check_same(ours: Recipe, theirs: Recipe, place: Path) -> None:
-    """Raise a RunError that names the differences between a recipe and the one that is there already."""
+    """Raise a RunError that lists the differences between a recipe and the one already there, if any."""
     if changed := differences(ours, theirs):
         raise RunError(
-            f"{place} was started with another recipe ({'; '.join(changed)}): give the same one to resume it, or "
+            f"{place} was started with a different recipe ({'; '.join(changed)}): use the same recipe to resume it, or "
             "another folder"
         )
 
 
 def state_after(records: Sequence[Record], epochs: int) -> State:
-    """How far a run of so many epochs is that has these records."""
+    """The state of a run of so many epochs with these records."""
     if records and records[-1].get("diverged"):
         return "diverged"
     return "finished" if records and records[-1]["epoch"] >= epochs else "unfinished"
 
 
 def check_records(path: Path, records: Sequence[Record], epochs: int, first_line: int = 1) -> None:
-    """Raise a RunError, with the line, where the records are not what a run of so many epochs can have measured."""
+    """Raise a RunError that names the line if a run of so many epochs cannot have produced these records."""
     for number, record in enumerate(records, 1):
         where = f"{path}, line {first_line + number - 1}"
         if record.get("epoch") != number:
-            raise RunError(f"{where} is epoch {record.get('epoch')} in place of {number}")
+            raise RunError(f"{where} is epoch {record.get('epoch')} instead of {number}")
         if number > epochs:
             raise RunError(f"{where} is epoch {number} of a run of {epochs}")
         if number > 1 and records[number - 2].get("diverged"):
@@ -194,10 +194,10 @@ def check_records(path: Path, records: Sequence[Record], epochs: int, first_line
             if not _is_finite(value):
                 raise RunError(f"{where} has no finite number for {name}")
             if value < 0 or (name.endswith("accuracy") and value > 1):
-                raise RunError(f"{where} has {value} for {name}, which cannot be")
+                raise RunError(f"{where} has {value} for {name}, which is impossible")
         memory = record.get("peak_memory")
         if memory is not None and (type(memory) is not int or memory < 0):
-            raise RunError(f"{where} has {memory!r} for peak_memory, which cannot be")
+            raise RunError(f"{where} has {memory!r} for peak_memory, which is impossible")
 
 
 def _is_finite(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Learning rate and momentum as pure functions of how far training is: no state, and nothing in a checkpoint."""
+"""Learning rate and momentum as pure functions of the epoch: no state, nothing in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Rates", "rates"]
 
 
 class Rates(NamedTuple):
-    """What the optimiser uses at one step."""
+    """The optimiser's settings for one step."""
 
     lr: float
     momentum: float
 
 
 def rates(recipe: Recipe, epoch: float) -> Rates:
-    """Learning rate and momentum after so many epochs; a part of an epoch counts.
+    """Learning rate and momentum after so many epochs, which may be a fraction.
 
     Example:
         >>> recipe = Recipe("r", "digits", "wide_resnet", epochs=300, schedule="multistep", drops=(150, 225))

@@ -1,4 +1,4 @@
-"""From a recipe to a finished run: one loop, that can be killed anywhere and goes on where it was."""
+"""From a recipe to a finished run: one loop, which can be killed anywhere and resumes where it was."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from balnorm.training.schedules import rates
 
 __all__ = ["train"]
 
-_LOOK_UP = 10  # steps after which to see whether the loss is finite, somebody wants to stop, or it is time to save
+_LOOK_UP = 10  # every so many steps, check whether the loss is finite, Ctrl-C was pressed, or it is time to save
 
 
 def train(
@@ -41,15 +41,15 @@ def train(
 ) -> list[dict[str, Any]]:
     """Train as ``recipe`` says, in the folder ``out``, and return the record of every epoch.
 
-    If the folder holds a run of the same recipe, it goes on where that was, to the same result, bit for bit, as if it
-    had never stopped.
+    If the folder holds an unfinished run of the same recipe, resume it. The result is the same, bit for bit, as that of
+    a run that was never stopped.
 
     Args:
         recipe: the experiment.
         out: the run's folder.
-        root: where the data is.
-        device: such as ``"cuda:1"``; ``None`` takes a GPU if there is one.
-        checkpoint_steps, checkpoint_minutes: save the state this often inside an epoch too; ``None`` for not.
+        root: the folder that holds the data.
+        device: for example ``"cuda:1"``; ``None`` uses a GPU if there is one.
+        checkpoint_steps, checkpoint_minutes: how often to save within an epoch; ``None`` for never.
         show: whether to print progress.
     """
     recipe.check()
@@ -73,17 +73,17 @@ def train(
 
 @dataclass
 class Position:
-    """How far a run is, and what it has summed up of the epoch that it is in. All of it is in a checkpoint."""
+    """How far a run is, with the sums of the current epoch. Checkpoints contain all of it."""
 
     epoch: int
     sums: Tensor
-    """Loss, right answers and images of this epoch so far."""
+    """Loss, correct answers and images of this epoch so far."""
     step: int = 0
     seconds: float = 0.0
     diverged: bool = False
 
     def check(self, epochs: int, steps: int) -> None:
-        """Raise a ValueError where it is not one of a run of so many epochs with so many steps each."""
+        """Raise a ValueError if a run of so many epochs with so many steps each cannot be there."""
         whole = type(self.epoch) is int and 0 <= self.epoch <= epochs and type(self.step) is int
         if not whole or not 0 <= self.step <= steps or type(self.diverged) is not bool:
             raise ValueError(f"there is no epoch {self.epoch!r}, step {self.step!r}")
@@ -152,7 +152,7 @@ class Trainer:
                 self.progress.epoch(record)
 
     def train_epoch(self, started: float) -> bool:
-        """From where the epoch is to its end. Returns whether the loss is finite."""
+        """Train to the end of the current epoch. Returns whether the loss is finite."""
         loader = self.learner.train_loader
         steps = len(loader)
         self.learner.forward.train()
@@ -162,7 +162,7 @@ class Trainer:
             scores, loss = self.learner.step(images, labels, self.at.epoch, self.at.step)
             self.at.sums += sums_of(loss * len(labels), scores, labels)
             self.at.step += 1
-            if self.at.step % _LOOK_UP == 0 or self.at.step == steps:  # the rest need not wait for the device
+            if self.at.step % _LOOK_UP == 0 or self.at.step == steps:  # otherwise do not wait for the device
                 minutes = (time.monotonic() - saved) / 60
                 late = self.checkpoint_minutes is not None and minutes > self.checkpoint_minutes
                 diverged = not bool(self.at.sums.isfinite().all())
@@ -171,7 +171,7 @@ class Trainer:
                     return False
                 if interrupted:
                     self.save(time.perf_counter() - started)
-                    raise Stopped(f"stopped, and saved in {self.run.folder}: the same command goes on from there")
+                    raise Stopped(f"stopped and saved in {self.run.folder}: repeat the command to resume")
                 if late:
                     self.save(time.perf_counter() - started)
                     saved = time.monotonic()
@@ -184,7 +184,7 @@ class Trainer:
         return True
 
     def summary(self) -> dict[str, float]:
-        """What the epoch's training gave."""
+        """The training metrics of the epoch."""
         loss, right, count = self.team.sum(self.at.sums).tolist()
         rate = rates(self.recipe, self.at.epoch)
         return {"lr": rate.lr, "momentum": rate.momentum, "train_loss": loss / count, "train_accuracy": right / count}
@@ -194,7 +194,7 @@ class Trainer:
     # ----------------------------------------------------------------------------------------------------------------
 
     def save(self, seconds: float = 0.0) -> None:
-        """Write the checkpoint. Sums over this epoch are of all processes, for the first one to carry on."""
+        """Write the checkpoint. It holds the sums of all processes, which the first one then continues."""
         sums = self.team.sum(self.at.sums).cpu()
         if not self.team.first:
             return
@@ -210,7 +210,7 @@ class Trainer:
         )
 
     def resume(self) -> bool:
-        """Take up the state of the folder's checkpoint. Returns whether it has one."""
+        """Load the folder's checkpoint. Returns whether there is one."""
         try:
             found = load_checkpoint(self.run.checkpoint, self.take_up)
         except CheckpointError as error:
@@ -218,11 +218,11 @@ class Trainer:
         records = len(self.run.records())
         if found is None and records > 1:
             raise RunError(
-                f"{self.run.folder} has results and no checkpoint to go on from: move it away to start again"
+                f"{self.run.folder} has results but no checkpoint to resume from: move it away to start again"
             )
         if records < self.at.epoch:
-            raise RunError(f"{self.run.metrics} lacks epochs that are done: move {self.run.folder} away to start again")
-        self.team.wait()  # until all have read what the first may change
+            raise RunError(f"{self.run.metrics} lacks finished epochs: move {self.run.folder} away to start again")
+        self.team.wait()  # until all have read what the first may overwrite
         if self.team.first:
             self.run.note_environment(world=self.team.world, device=str(self.team.device), resumed=found is not None)
             self.run.keep_records(self.at.epoch)
@@ -233,32 +233,32 @@ class Trainer:
             if self.team.first:
                 set_aside(self.run.checkpoint)
         if not self.finished:
-            self.progress.say(f"going on with {self.run.folder} at epoch {self.at.epoch + 1}, step {self.at.step}")
+            self.progress.say(f"resuming {self.run.folder} at epoch {self.at.epoch + 1}, step {self.at.step}")
         return True
 
     def take_up(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state. Raises an error of any kind where it is not one of this run."""
+        """Load a saved state. Raises some error if it does not belong to this run."""
         if state.keys() != {"recipe", "images", "world", "position", "model", "averaged", "optimizer", "scaler", "rng"}:
-            raise ValueError("it has other parts")
+            raise ValueError("its contents differ")
         if Recipe.from_dict(state["recipe"]) != self.recipe:  # fields that came later have their defaults
-            raise ValueError("the recipe is another")
+            raise ValueError("its recipe differs")
         if state["images"] is not None and (changed := self.learner.images.changes(state["images"])):
             raise RunError(f"the images are not those that {self.run.folder} was started with: {changed}")
         if state["world"] != self.team.world:
             raise RunError(
-                f"{self.run.folder} was started with {state['world']} processes and goes on with as many, not with "
+                f"{self.run.folder} was started with {state['world']} processes and cannot resume with "
                 f"{self.team.world}"
             )
         at = Position(**state["position"])
         at.check(self.recipe.epochs, len(self.learner.train_loader))
         self.learner.load(state)
-        share = 1.0 if self.team.first else 0.0  # the first process carries on with the sums of all
+        share = 1.0 if self.team.first else 0.0  # the first process continues the sums of all
         at.sums = at.sums.to(self.team.device) * share
         self.at = at
 
     @contextlib.contextmanager
     def noticing_interrupts(self) -> Iterator[None]:
-        """Ctrl-C is answered after some steps; a second one at once."""
+        """Respond to Ctrl-C after a few steps, and to a second one at once."""
 
         def notice(*_: object) -> None:
             self.interrupted = True
