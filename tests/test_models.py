@@ -98,6 +98,8 @@ def test_mistakes_say_what_is_allowed():
         create_model("resnet18", depth=20)
     with pytest.raises(ValueError, match=r"the depth of a wide ResNet is 6 n \+ 2: 8, 14, 20, 26, ..., got 21"):
         create_model("wide_resnet", depth=21)
+    with pytest.raises(ValueError, match=r"8, 14, 20, 26, ..., got 2"):
+        create_model("wide_resnet", depth=2)
 
 
 def test_networks_compile_and_trace():

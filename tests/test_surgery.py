@@ -46,6 +46,11 @@ def test_a_folded_model_computes_the_same(mass, one_pass):
         assert torch.equal(folded(x), model(x))
 
 
+def test_wrapped_models_are_not_folded():
+    with pytest.raises(ValueError, match=r"the model is wrapped in DataParallel.*: fold the model inside"):
+        fold(nn.DataParallel(small_network().eval()))
+
+
 def test_fold_copies_unless_asked_not_to():
     model = trained()
     original = copy.deepcopy(model)
