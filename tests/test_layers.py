@@ -212,6 +212,15 @@ def test_depthwise_is_a_layer_for_each_channel(kind):
         torch.testing.assert_close(y[:, 2 * c : 2 * c + 2], single(x[:, c : c + 1]))
 
 
+def test_what_is_not_to_be_learned_stays_so():
+    for learned in (True, False):
+        plain = nn.Conv2d(3, 4, 3).requires_grad_(learned)
+        layer = BalNormConv2d.from_conv(plain)
+        assert layer.weight.requires_grad == layer.bias.requires_grad == learned
+        folded = layer.fuse()
+        assert folded.weight.requires_grad == folded.bias.requires_grad == learned
+
+
 @ALL
 def test_from_plain_keeps_geometry_weight_and_bias(name):
     layer = trained(name)

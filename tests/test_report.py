@@ -447,6 +447,9 @@ def test_mistakes_are_answered_in_a_sentence(study, tmp_path_factory, capsys):
     }.items():
         assert main(list(arguments)) == 2
         assert answer in capsys.readouterr().err
+    for level in (0.0, 1.0):
+        with pytest.raises(ValueError, match="reach takes accuracies between 0 and 1"):
+            write_report([study], empty / "report", reach=[level])
     with pytest.raises(ValueError, match=r"formats must be of .*svg.*, got gif"):
         write_report([study], empty / "report", formats=["svg", "gif"])
     blocked = empty / "file"

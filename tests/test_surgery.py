@@ -3,6 +3,7 @@
 import copy
 import io
 import logging
+import math
 import subprocess
 import sys
 
@@ -21,6 +22,7 @@ from balnorm import (
     unfreeze_stats,
     update_stats,
 )
+from balnorm.surgery._model import undisturbed
 from cases import CASES, MASS_AND_PASS, digits_network, small_network
 
 
@@ -44,6 +46,32 @@ def test_a_folded_model_computes_the_same(mass, one_pass):
     assert torch.allclose(folded(x), model(x), atol=1e-5)
     with torch.no_grad():
         assert torch.equal(folded(x), model(x))
+
+
+def test_what_a_forward_pass_remembers_is_forgotten():
+    class Remembering(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seen = {"before": 1}
+
+        def forward(self, x):
+            self.seen["batch"] = x
+            return x
+
+    model = Remembering()
+    seen = model.seen
+    with undisturbed(model):
+        model(torch.zeros(1))
+        assert len(seen) == 2
+    assert model.seen is seen
+    assert seen == {"before": 1}
+
+
+def test_no_weight_decay_is_allowed_and_a_negative_one_is_not():
+    assert {group["weight_decay"] for group in param_groups(small_network(), 0.0)} == {0.0}
+    for wrong in (-1e-4, math.nan):
+        with pytest.raises(ValueError, match="weight_decay must not be negative"):
+            param_groups(small_network(), wrong)
 
 
 def test_wrapped_models_are_not_folded():
