@@ -21,7 +21,7 @@ pytest.importorskip("hatchling", reason="hatchling is not installed")
 
 pytestmark = pytest.mark.xdist_group("distribution")
 ROOT = Path(__file__).parent.parent
-NOT_SOURCE = {"build", "data", "dist", "report", "runs", "studies"}  # what people have lying about in a clone
+NOT_SOURCE = {"build", "data", "dist", "report", "runs", "studies", "site"}  # what people have lying about in a clone
 COMPILED = {".so", ".pyd", ".dylib", ".dll"}
 
 
