@@ -25,6 +25,15 @@ def test_parameter_counts_are_the_papers():
     assert parameters("resnet50", num_classes=1000) == 25_557_032
 
 
+@pytest.mark.parametrize("depth", [18, 34, 50, 101, 152])
+@pytest.mark.parametrize("family", ["resnet", "preact_resnet"])
+def test_a_resnet_is_as_deep_as_it_says(family, depth):
+    model = create_model(f"{family}{depth}", "batchnorm", width=2)
+    convolutions = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)]
+    in_line = [name for name in convolutions if "shortcut" not in name and "downsample" not in name]
+    assert len(in_line) + 1 == depth  # and the classifier
+
+
 def test_the_wide_resnet_has_20_layers():
     with torch.device("meta"):
         model = create_model("wide_resnet")

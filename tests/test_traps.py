@@ -140,6 +140,33 @@ def small_trained(last):
     return model.eval(), x
 
 
+def test_a_channel_that_cannot_be_balanced_is_calibrated_to_a_finite_gain():
+    layer = nn.Conv2d(3, 4, 3)
+    nn.init.constant_(layer.weight[0], 0.1)  # nothing is left of it after the shift
+    model, _ = convert(nn.Sequential(layer, nn.BatchNorm2d(4)).eval(), calibrate=torch.rand(8, 3, 6, 6))
+    assert model[0].gain.isfinite().all()
+    assert model[0].bias.isfinite().all()
+
+
+def test_a_scale_is_measured_about_the_mean():
+    """Where a stride meets bright pixels with some taps only, the outputs are not balanced about 0."""
+    layer, x = BalNormConv2d(2, 1, 3, stride=2), torch.rand(64, 2, 7, 7)
+    x[..., ::2, ::2] += 1
+    scale_to_data(layer, x)
+    y = layer(x)
+    assert y.mean().square() > 0.1
+    assert y.var(correction=0).item() == pytest.approx(1, rel=1e-3)
+
+
+def test_new_statistics_are_looked_at_anew():
+    layer, x = BalNormConv2d(3, 4, 3), torch.rand(8, 3, 6, 6)
+    for _ in range(20):
+        layer(x)
+    layer.reset_running_stats()
+    with pytest.warns(BalNormWarning, match="gets negative inputs"):
+        layer(x - x.mean())
+
+
 def test_every_channel_has_the_mean_and_deviation_that_it_had():
     """Where the inputs cannot be laid out as a matrix: in transposed convolutions."""
     model, x = small_trained(nn.ConvTranspose2d(6, 8, 2, stride=2))
