@@ -1,6 +1,7 @@
 import collections
 import os
 import shlex
+import signal
 from importlib.metadata import version
 
 import hypothesis
@@ -73,6 +74,12 @@ def pytest_configure(config):
 
 def pytest_report_header(config):
     return getattr(config, "processor", [])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_works():
+    """Also where the suite was started in the background by a script: whatever runs there, children too, ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
