@@ -147,6 +147,7 @@ def test_schedules():
         ({"ema": 1.5}, "ema must be between 0 and 1"),
         ({"lr": float("inf")}, "lr must be finite, got inf"),
         ({"seed": -1}, r"seed must be from 0 to below 2\*\*63, got -1"),
+        ({"seed": 2**63}, r"seed must be from 0 to below 2\*\*63, got 9223372036854775808"),
         ({"label_smoothing": 0.1, "mixup": "input"}, "label_smoothing goes with cross_entropy"),
         ({"sync_stats": True, "norm": "lrn"}, "sync_stats is for balnorm and batchnorm, not for lrn"),
         ({"scale_to_data": True, "norm": "lrn"}, "scale_to_data is for balnorm, not for lrn"),
