@@ -82,9 +82,12 @@ def _ctrl_c_works():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def _one_thread():
-    """The suite runs one process a core: more threads in each would only fight for them."""
+    """The suite runs one process a core: more threads in each would only fight for them.
+
+    For each test anew: a command that ran in this process may have asked for more, and results depend on it.
+    """
     import torch
 
     torch.set_num_threads(1)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from balnorm.cli import main
 from balnorm.recipes import get_recipe
@@ -32,6 +33,10 @@ def dying(*survive, by="ILL"):
 @pytest.fixture
 def machine(monkeypatch):
     """This machine as one with something to cap, and with another command for the trial."""
+    # Later tests need the cap that this environment may have. oneDNN reads it at its first convolution; runs are forked
+    # from a server, which keeps the environment it was started in.
+    torch.conv2d(torch.ones(2, 16, 8, 8), torch.ones(16, 16, 3, 3))
+    LocalExecutor(1, Resources())
     monkeypatch.delenv(CAP, raising=False)
     monkeypatch.setattr(processor, "caps", lambda: CAPS)
     processor.remedy_after.cache_clear()

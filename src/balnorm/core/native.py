@@ -27,6 +27,8 @@ __all__ = ["LIBRARY", "backward", "effective", "forward", "status", "takes"]
 
 LIBRARY = Path(__file__).with_name("kernels.so")
 """Where the build puts the compiled file."""
+INTERFACE = 1
+"""What balnorm_interface() in kernels.c returns, if the compiled file is not an older one."""
 
 # The structs of kernels.c: 64-bit integers, and a double where it says "d". What depends on shapes alone is packed
 # once, addresses at every call.
@@ -226,6 +228,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         return None, f"torch: the native kernels could not be loaded ({error})"
+    if not hasattr(library, "balnorm_interface") or library.balnorm_interface() != INTERFACE:
+        return None, "torch: the native kernels are those of another version of balnorm: install it again"
     pool = thread_pool()
     if pool is None:
         return library, f"native, on one thread: torch {torch.__version__} does not lend its own"
