@@ -11,7 +11,6 @@ import dataclasses
 import datetime as dt
 import functools
 import itertools
-import math
 import platform
 import statistics
 import subprocess
@@ -120,7 +119,8 @@ def networks(rounds: int) -> Iterable[str]:
             model, x = in_layout(network.build(method), shape, layouts[method])
             saved[method] = saved_bytes(model, x)
             steps[method] = training_step(model, x)
-        n = rounds if math.prod(shape) > 100_000 else 10 * rounds  # steps of a few milliseconds vary more
+        alone = interleaved({"none": steps["none"]}, 3)["none"]
+        n = rounds if statistics.median(alone) > 0.05 else 10 * rounds  # steps of a few milliseconds vary more
         times = interleaved(steps, n)
         yield f"\n### {name} (n = {n})\n"
         yield from table(

@@ -406,10 +406,10 @@ class Counter(int):
         return self
 
 
-def make_trainer(device, **fields):
+def make_trainer(folder, device, **fields):
     recipe = Recipe("devices", "digits", "wide_resnet", depth=8, width=8, batch_size=8, train_limit=80, **fields)
     team, progress = Processes(0, 1, torch.device(device)), Progress("", recipe.epochs, show=False)
-    trainer = Trainer(recipe, Run("unused"), team, progress, Path(), None, None)
+    trainer = Trainer(recipe, Run(folder), team, progress, Path(), None, None)
     learner = trainer.learner
     learner.scaler._maybe_opt_step = lambda optimizer, _: optimizer.step()  # which looks whether gradients are finite
     if learner.averaged is not None:
@@ -431,10 +431,10 @@ def make_trainer(device, **fields):
     ],
     ids=str,
 )
-def test_the_trainer_looks_at_values_to_report_only(fields, monkeypatch):
+def test_the_trainer_looks_at_values_to_report_only(fields, monkeypatch, tmp_path):
     monkeypatch.setattr("balnorm.training.trainer._LOOK_UP", 3)
     monkeypatch.setattr("balnorm.training.learner.autocast", lambda *_: contextlib.nullcontext())
-    trainer = make_trainer("meta", **fields)
+    trainer = make_trainer(tmp_path, "meta", **fields)
     with gpu("meta"), pytest.raises(NO_VALUE) as error:
         trainer.train_epoch(0.0)
     assert trainer.at.step == 3
@@ -447,12 +447,12 @@ IMAGES = ImageSpec(1, 8, tuple("0123456789"), (0.3,), (0.3,), (80, 20))
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @pytest.mark.parametrize("norm", ["balnorm-position", "batchnorm"])
-def test_a_step_under_autocast(precision, norm, monkeypatch):
+def test_a_step_under_autocast(precision, norm, monkeypatch, tmp_path):
     model = on_meta(create_model, "wide_resnet", norm, depth=8, width=8, in_channels=1)
     monkeypatch.setattr("balnorm.training.learner.make_model", lambda *_: model)
     monkeypatch.setattr("balnorm.training.learner.make_loaders", lambda *_: (None, None, IMAGES))
     with gpu("cpu", model):
-        trainer = make_trainer("cpu", precision=precision, clip_norm=1.0)
+        trainer = make_trainer(tmp_path, "cpu", precision=precision, clip_norm=1.0)
         for _ in range(2):
             scores, loss = trainer.learner.step(torch.empty(8, 1, 8, 8), torch.empty(8, dtype=torch.long))
             assert scores.dtype == getattr(torch, precision)

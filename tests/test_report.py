@@ -382,6 +382,15 @@ def test_metrics_that_cannot_be_read_are_a_failed_run(tmp_path):
     assert "Of 2 runs, 1 finished, 1 failed." in report.summary
 
 
+def test_files_of_somebody_else_are_named_and_halves_of_ours_are_not(tmp_path):
+    run = make_run(tmp_path, "balnorm")
+    (run.folder / "checkpoint.pt.17.tmp").write_text("the first half")
+    assert not read_results([tmp_path]).problems
+    (run.folder / "notes.txt").write_text("mine")
+    (problem,) = read_results([tmp_path]).problems
+    assert problem == f"{run.folder} contains files that do not belong to a run (notes.txt): ignored"
+
+
 def test_the_same_run_counts_once(tmp_path):
     """By two paths, by a link, or as a copy in another folder."""
     for seed in range(2):
