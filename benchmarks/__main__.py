@@ -278,7 +278,9 @@ def inference(rounds: int) -> Iterable[str]:
     """A folded layer against a plain convolution."""
     yield "## Inference\n"
     x = torch.rand(32, 64, 32, 32).contiguous(memory_format=torch.channels_last)
-    layer = BalNormConv2d(64, 64, 3, padding=1).to(memory_format=torch.channels_last).eval()
+    layer = BalNormConv2d(64, 64, 3, padding=1).to(memory_format=torch.channels_last)
+    layer(x)  # takes its statistics
+    layer.eval()
     layers = {"plain": nn.Conv2d(64, 64, 3, padding=1).to(memory_format=torch.channels_last), "folded": layer.fuse()}
     layers["not folded"] = layer
 
