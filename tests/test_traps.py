@@ -144,7 +144,8 @@ def test_a_channel_that_cannot_be_balanced_is_calibrated_to_a_finite_gain():
     layer = nn.Conv2d(3, 4, 3)
     nn.init.constant_(layer.weight[0], 0.1)  # nothing is left of it after the shift
     model = nn.Sequential(layer, nn.BatchNorm2d(4, affine=False)).eval()
-    convert(model, calibrate=torch.rand(8, 3, 6, 6))
+    with pytest.warns(BalNormWarning, match="one sign"):
+        convert(model, calibrate=torch.rand(8, 3, 6, 6))
     assert model[0].gain.isfinite().all()
 
 
@@ -396,3 +397,25 @@ def test_a_weight_that_torchao_quantised_is_refused():
     layer = BalNormLinear(4, 3)
     with pytest.raises(TypeError, match=r"quantised weight cannot be balanced: fold .* \(BalNormLinear\)"):
         layer.weight = nn.Parameter(layer.weight.detach().as_subclass(kind))
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_kernels_of_one_sign_warn_where_one_pass_leaves_them_constant(kind):
+    """As trained depthwise kernels, which often blur."""
+
+    def model(dead):
+        made = nn.Sequential(kind(16, 16, 3, groups=16), nn.BatchNorm2d(16), nn.ReLU())
+        with torch.no_grad():
+            made[0].weight[:dead].abs_()
+            made[0].weight[dead:, :, 0, 0], made[0].weight[dead:, :, 1, 1] = 0.1, -0.1
+        return made
+
+    x = torch.rand(2, 16, 8, 8)
+    with pytest.warns(BalNormWarning, match=r"one sign .*: 3 of 16 in 0\. Give convert one_pass=False"):
+        converted, _ = convert(model(3), example_input=x)
+    varies = converted(x).std((0, 2, 3)) > 1e-6
+    assert varies.tolist() == [False] * 3 + [True] * 13
+    convert(model(0), example_input=x)
+    convert(model(3).to("meta"))
+    alive, _ = convert(model(3), example_input=x, one_pass=False)
+    assert (alive(x).std((0, 2, 3)) > 1e-6).all()

@@ -62,7 +62,7 @@ examples:
   balnorm compare digits --jobs 2                               a few minutes, nothing to download
   balnorm compare cifar10-desk --norms balnorm batchnorm --seeds 5 --out studies/x --root data
   balnorm report studies/x
-  balnorm train digits --norm batchnorm --seed 3 --out runs/a   half a minute
+  balnorm train digits --seed 3 --out runs/a                    half a minute
   balnorm fold runs/a --out digits.onnx
   balnorm data get cifar10 --root data                          162 MB; resumes broken downloads
 
@@ -76,7 +76,7 @@ _EXAMPLES = {
   balnorm compare {recipe} --ray local --threads 2
   balnorm compare {recipe} --ray 10.0.0.1:6379 --gpus 1 --out /shared/x --root /shared/data""",
     "train": """
-  balnorm train {recipe} --norm batchnorm --seed 3 --out runs/a
+  balnorm train {recipe} --seed 3 --out runs/a
   torchrun --nproc-per-node 2 -m balnorm train {recipe}""",
     "report": """
   balnorm report studies/digits

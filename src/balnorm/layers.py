@@ -197,7 +197,7 @@ class BalNormLayer(nn.Module):
         It reads values, so it waits for the device.
         """
         mass = self.running_mass
-        if self.options.signed_input or mass is None or not _is_readable(mass):
+        if self.options.signed_input or mass is None or not is_readable(mass):
             return
         total, magnitude = mass.sum().item(), mass.abs().sum().item()
         if total < _CANCELLING * magnitude:
@@ -205,7 +205,7 @@ class BalNormLayer(nn.Module):
 
     def _look_at(self, input: Tensor) -> None:
         """Look at the values of a few early batches, where a mistake shows and waiting for the device costs little."""
-        if torch_transforms_the_program() or not _is_readable(input) or not _is_readable(self.weight):
+        if torch_transforms_the_program() or not is_readable(input) or not is_readable(self.weight):
             return
         self._early_batches -= 1
         if self.training and not self.stats_frozen:
@@ -222,7 +222,7 @@ class BalNormLayer(nn.Module):
 
     def fuse(self) -> nn.Module:
         """Return the plain torch layer that computes what this one computes in eval mode."""
-        if self.num_batches_tracked is not None and _is_readable(self.num_batches_tracked):
+        if self.num_batches_tracked is not None and is_readable(self.num_batches_tracked):
             if self.num_batches_tracked == 0:
                 warn(self, _NO_STATISTICS)
             self.check_statistics()
@@ -649,7 +649,7 @@ def warn(layer: BalNormLayer, message: str, name: str | None = None) -> None:
         warnings.warn(message.format(name or repr(layer)), BalNormWarning, stacklevel=3)
 
 
-def _is_readable(tensor: Tensor) -> bool:
+def is_readable(tensor: Tensor) -> bool:
     """Whether a tensor has values to look at: it is not on the meta device, and not a subclass without values."""
     return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from balnorm.layers import BALANCED, BalNormConv2d, BalNormLayer
+from balnorm.core.geometry import by_output
+from balnorm.layers import BALANCED, BalNormConv2d, BalNormLayer, BalNormWarning, is_readable
 from balnorm.surgery._attribution import attribute, is_batch_norm, is_norm_act
 from balnorm.surgery._calibrate import match, measure, one_batch
 from balnorm.surgery._decisions import Action, Balanced, Because, Decision, Kept, Place, Reason, Removed, explain
@@ -146,7 +147,19 @@ def convert(
         replace_modules(model, new)
         if batch is not None:
             match(model, {new[layer]: target for layer, target in targets.items()}, batch)  # type: ignore[misc]
+        if dead := [text for module, layer in new.items() if (text := _of_one_sign(names[module], layer))]:
+            message = f"kernels whose weights all have one sign stay constant in one pass: {'; '.join(dead)}"
+            warnings.warn(f"{message}. Give convert one_pass=False", BalNormWarning, stacklevel=2)
     return _Conversion((model, _report(decisions, names)))
+
+
+def _of_one_sign(name: str, layer: nn.Module) -> str | None:
+    """How many kernels of a layer one pass cannot balance, if they are more than chance would give."""
+    if not isinstance(layer, BalNormLayer) or not layer.one_pass or not is_readable(layer.weight):
+        return None
+    positive = by_output(layer.weight.detach() > 0, layer.groups, layer.transposed).flatten(2)
+    dead = (positive.all(2) | ~positive.any(2)).flatten()
+    return f"{int(dead.sum())} of {len(dead)} in {name}" if dead.float().mean() > 0.05 + 2 ** (2 - positive.shape[2]) else None
 
 
 class _Conversion(tuple[Any, Any]):

@@ -83,7 +83,7 @@ class Flow:
 def data_flow(model: nn.Module, example_input: Tensor | tuple[Any, ...] | list[Any] | None = None) -> Flow:
     """The data flow of ``model``: traced if possible, otherwise recorded while it runs on ``example_input``.
 
-    Inputs count as not negative unless ``example_input`` shows that they are. The model is left as it was.
+    Inputs count as possibly negative unless ``example_input`` shows that they are not. The model is left as it was.
     """
     if not isinstance(example_input, Tensor | tuple | list | None):
         raise TypeError(f"example_input must be a tensor or a tuple of arguments, got a {type(example_input).__name__}")

@@ -58,7 +58,7 @@ class Recipe:
     batch_size: int = 128
     """Images per batch and process."""
     optimizer: OptimizerName = "sgd"
-    """AdamW needs a smaller learning rate, such as 0.003."""
+    """AdamW needs a smaller learning rate, such as 0.01."""
     lr: float = 0.1
     """The initial learning rate; the schedule changes it."""
     momentum: float = 0.9
