@@ -5,6 +5,8 @@ import gzip
 import hashlib
 import lzma
 import pickle
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -608,6 +610,26 @@ def test_a_batch_without_any_good_image_ends_training(folder):
     data = ImageFolder.scan(folder, "train")
     with pytest.raises(DataError, match="all 4 images of a batch cannot be decoded"):
         list(FolderLoader(data, 4, training=True, workers=0, skip_corrupt=True).epoch(0))
+
+
+def test_the_terminals_ctrl_c_leaves_the_workers_at_work(folder):
+    """It reaches them too; the process that trains needs some more batches before it saves."""
+    program = f"""
+import multiprocessing, os, signal
+if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")
+    from balnorm.data import FolderLoader, ImageFolder
+    loader = FolderLoader(ImageFolder.scan({str(folder)!r}, "train"), 1, training=True, size=16, workers=1)
+    batches = loader.epoch()
+    next(batches)
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGINT)
+    print(sum(1 for _ in batches))
+"""
+    script = folder / "program.py"
+    script.write_text(program)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.stdout == "23\n", done.stderr
 
 
 def test_folder_loaders_leave_the_random_state_alone(folder):

@@ -148,8 +148,10 @@ def updated_statistics_are_those_of_all_batches(rank):
     """With shares of different sizes, and with none for one rank, which has no batch to synchronise."""
     batches = [torch.rand(n, 3, 6, 6, generator=torch.Generator().manual_seed(n)) for n in (1, 4, 2)]
     for shares in ([batches[:1], batches[1:]], [batches, []]):
-        layer = BalNormConv2d(3, 4, 3, padding=1, mass="position", sync_stats=True)
+        options = {"sync_stats": True, "process_group": dist.group.WORLD}
+        layer = BalNormConv2d(3, 4, 3, padding=1, mass="position", **options)
         update_stats(shares[rank], layer)
+        assert {name: getattr(layer, name) for name in options} == options
         expected = BF.input_mass(torch.cat(batches), 3, padding=1, mass="position")
         torch.testing.assert_close(layer.running_mass, expected)
         assert layer.num_batches_tracked == 3

@@ -278,3 +278,42 @@ def test_wrong_calls_say_what_is_allowed():
         BF.bal_linear(x, torch.randn(4, 5))
     with pytest.raises(ValueError, match=r"input of shape \(N, C, \*in\)"):
         BF.input_mass(torch.rand(3, 4), 1)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Buffers and kernels of unusual kinds
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.int64])
+def test_any_counter_counts(dtype):
+    counter, running_mass = torch.zeros((), dtype=dtype), torch.ones(1, 2)
+    for _ in range(3):
+        BF.bal_linear(
+            torch.full((4, 2), 3.0), torch.randn(3, 2), running_mass=running_mass, num_batches_tracked=counter
+        )
+    assert counter == 3
+    assert torch.equal(running_mass, torch.full((1, 2), 3.0))
+
+
+def test_a_part_of_a_larger_running_mass_is_updated_and_nothing_else():
+    large = torch.zeros(1, 4, 3, 3).contiguous(memory_format=torch.channels_last)
+    x, counter = torch.rand(4, 2, 6, 6), torch.tensor(0)
+    options = {"mass": "position", "running_mass": large[:, :2], "num_batches_tracked": counter}
+    BF.bal_conv2d(x, torch.randn(3, 2, 3, 3), **options)
+    torch.testing.assert_close(large[:, :2], BF.input_mass(x, 3, mass="position"))
+    assert not large[:, 2:].any()
+
+
+def test_a_gain_elsewhere_is_refused():
+    with pytest.raises(RuntimeError, match="meta"):
+        BF.bal_linear(torch.rand(4, 2), torch.randn(3, 2), gain=torch.ones(3, device="meta"))
+
+
+@pytest.mark.parametrize("mass", ["channel", "position"])
+def test_a_batch_that_the_kernel_does_not_fit_changes_no_statistics(mass):
+    layer = BalNormConv2d(3, 4, 3, mass=mass)
+    with pytest.raises(RuntimeError, match=r"a kernel of size \(3, 3\) does not fit an input of size \(1, 1\)"):
+        layer(torch.rand(2, 3, 1, 1))
+    assert layer.num_batches_tracked == 0
+    assert (layer.running_mass == 1).all()

@@ -17,9 +17,10 @@ import pytest
 
 import held
 from balnorm.cli import main
+from balnorm.errors import Stopped
 from balnorm.recipes import get_recipe
 from balnorm.study.display import Display, clock
-from balnorm.study.executors import LocalExecutor, Resources, StudyError
+from balnorm.study.executors import LocalExecutor, Resources, StudyError, execute
 from balnorm.study.grid import plan
 from balnorm.study.results import Result, Setting, settings_of
 from balnorm.study.runner import run_study
@@ -187,6 +188,46 @@ def test_a_folder_that_was_just_being_made_is_no_obstacle(tmp_path):
     (tmp_path / "runs" / "balnorm-seed0" / "config.json.17.tmp").write_text("{")
     run_study(plan(DIGITS, tmp_path, ["balnorm"], 1), LocalExecutor(1, Resources()), show=False)
     assert len(results(tmp_path)["balnorm-seed0"]) == 3
+
+
+def test_ctrl_c_while_a_run_is_taken_back_ends_the_study(tmp_path):
+    """The executor has no run any more, whatever the study had time to note."""
+
+    class Interrupted:
+        resources, slots, at_once = Resources(), 1, 1
+
+        def __init__(self):
+            self.runs = []
+
+        @property
+        def running(self):
+            return len(self.runs)
+
+        def call(self, *_):
+            pass
+
+        def submit(self, run):
+            self.runs.append(run)
+
+        def ended(self, _):
+            if not self.runs:
+                pytest.fail("it waits for a run that is gone")
+            self.runs.pop()
+            raise KeyboardInterrupt
+
+        def stop(self):
+            pass
+
+    with pytest.raises(Stopped):
+        run_study(plan(DIGITS, tmp_path, ["balnorm"], 1), Interrupted(), show=False)
+
+
+def test_a_run_refused_for_its_folder_leaves_the_folder_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("all my work")
+    state, reason = execute(tmp_path, DIGITS, Resources())
+    assert state == "failed"
+    assert "choose another folder" in reason
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 @pytest.mark.parametrize("device", ["cuda", "foo", "mps"])

@@ -161,6 +161,13 @@ def test_update_stats_weighs_images_by_their_size():
     assert layer.running_mass.item() == pytest.approx((4 * 1 + 16 * 6) / 20)
 
 
+def test_update_stats_in_half_precision_does_not_overflow():
+    model, x = nn.Sequential(BalNormConv2d(2, 3, 1)).half(), torch.rand(256, 2, 32, 32).half()
+    update_stats([x], model)
+    expected = x.float().mean((0, 2, 3)).view(1, 2, 1, 1)
+    torch.testing.assert_close(model[0].running_mass.float(), expected, rtol=1e-2, atol=0)
+
+
 def test_update_stats_leaves_everything_else_alone():
     model = nn.Sequential(BalNormConv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), BalNormConv2d(4, 4, 1))
     freeze_stats(model[3])

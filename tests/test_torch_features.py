@@ -214,6 +214,21 @@ def test_batched_gradients(name):
     torch.testing.assert_close(torch.autograd.functional.jacobian(layer, x, vectorize=True), one_by_one)
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+def test_vmap_over_gradients(name):
+    layer = CASES[name].build(track_running_stats=False, dtype=torch.float64)
+    x = CASES[name].input(dtype=torch.float64).requires_grad_()
+    y = layer(x)
+    inputs, seeds = [x, *layer.parameters()], torch.randn(3, *y.shape, dtype=torch.float64)
+
+    def gradients(seed):
+        return torch.autograd.grad(y, inputs, seed, retain_graph=True)
+
+    one_by_one = [torch.stack(each) for each in zip(*map(gradients, seeds), strict=True)]
+    torch.testing.assert_close(list(torch.func.vmap(gradients)(seeds)), one_by_one)
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # shapes of weights become constants, as they should
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mass", BF.MASSES)

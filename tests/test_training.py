@@ -1,5 +1,6 @@
 """Training: from a recipe to a finished run, and what happens when it is killed, damaged or interrupted."""
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -23,11 +24,11 @@ from balnorm.recipes import RECIPES, get_recipe
 from balnorm.study.executors import LocalExecutor, Resources
 from balnorm.training import config
 from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from balnorm.training.files import write_atomically
+from balnorm.training.files import create_atomically, write_atomically
 from balnorm.training.images import make_loaders
 from balnorm.training.learner import Learner, make_model, make_optimizer, set_rates
 from balnorm.training.processes import Processes
-from balnorm.training.run import Run, RunError, read_metrics
+from balnorm.training.run import Run, RunBusyError, RunError, read_metrics
 from balnorm.training.schedules import Rates, rates
 from balnorm.training.trainer import Position, train
 from held import PATIENCE, gate, train_and_die, wait_until
@@ -468,6 +469,24 @@ def test_one_folder_is_for_one_process(tmp_path, whole):
         _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "is being trained by another process" in errors
+
+
+def test_of_two_starts_at_once_one_gets_the_folder(tmp_path, monkeypatch):
+    """The second found no folder either, and makes one while the first has it locked."""
+    first, second = Run(tmp_path / "run"), Run(tmp_path / "run")
+    with contextlib.ExitStack() as stack:
+
+        def meanwhile(path, contents):
+            monkeypatch.undo()
+            first.create(SMALL)
+            stack.enter_context(first.alone())
+            create_atomically(path, contents)
+
+        monkeypatch.setattr("balnorm.training.run.create_atomically", meanwhile)
+        second.create(SMALL)
+        with pytest.raises(RunBusyError), second.alone():
+            pass
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
 
 
 def test_devices():

@@ -419,3 +419,56 @@ def test_kernels_of_one_sign_warn_where_one_pass_leaves_them_constant(kind):
     convert(model(3).to("meta"))
     alive, _ = convert(model(3), example_input=x, one_pass=False)
     assert (alive(x).std((0, 2, 3)) > 1e-6).all()
+
+
+class OneNormForTwo(nn.Module):
+    def __init__(self, stride):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, stride=stride)
+        self.norm, self.last = nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        return self.last(F.relu(self.norm(self.second(F.relu(self.norm(self.first(x)))))))
+
+
+def pooled():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.AvgPool2d(2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)
+    )
+
+
+@pytest.mark.parametrize("size", [8, 32])
+@pytest.mark.parametrize("build", [pooled, lambda: OneNormForTwo(1), lambda: OneNormForTwo(4)])
+def test_calibration_fits_a_layer_to_its_own_output(build, size):
+    """With a pool between layer and norm, and with a norm that two layers share."""
+    x = F.interpolate(torch.rand(64, 3, size // 4, size // 4), size=(size, size), mode="bilinear")
+    model = build()
+    for _ in range(50):
+        model(x)
+    wanted = model.eval()(x).detach()
+    model, _ = convert(model, example_input=x, calibrate=x)
+    error = (model.eval()(x) - wanted).norm() / (wanted - wanted.mean((0, 2, 3), keepdim=True)).norm()
+    assert error < 0.55
+
+
+@pytest.mark.parametrize("outputs", [5, 36])
+def test_calibration_of_a_linear_layer_over_tokens(outputs):
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.linear = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, outputs)
+
+        def forward(self, x):
+            return self.linear(F.relu(self.norm(self.conv(x))).flatten(2).mT)
+
+    x, model = torch.rand(32, 3, 8, 8), Tokens().eval()
+    wanted = model(x).mean((0, 1)).detach()
+    model, _ = convert(model, example_input=x, include="linear", calibrate=x)
+    torch.testing.assert_close(model.eval()(x).mean((0, 1)), wanted, rtol=0, atol=0.05)
+
+
+def test_batches_given_for_one_batch_are_refused():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    with pytest.raises(ValueError, match="join them with"):
+        convert(model, calibrate=torch.rand(8, 3, 8, 8).split(4))
+    assert isinstance(model[1], nn.Identity) is False

@@ -58,7 +58,7 @@ class _ClosedForm(torch.autograd.Function):
     ) -> Tensor:
         geometry = call.plan.geometry
         matrix = WeightMatrix.of(weight, geometry)
-        backend = native if native.takes(x, weight) else torch_backend
+        backend = native if native.takes(x, weight, gain) else torch_backend
         kernels, saved = backend.forward(x, matrix, gain, given_mass, call)
         low_bias = None if bias is None else saturate(bias, x.dtype)
         y = geometry.convolve(x, saturate(matrix.weight(kernels), x.dtype), low_bias)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from balnorm.core.torch_private import torch_transforms_the_program
+
 __all__ = ["Geometry", "by_output", "from_by_output", "geometry_of", "linear_geometry", "per_axis"]
 
 
@@ -70,7 +72,10 @@ class Geometry(NamedTuple):
 
     def outputs_per_sample(self, size: Sequence[int]) -> int:
         """Output elements of a channel: what turns the inputs that a tap meets into its ``position`` mass."""
-        return math.prod(self.output_size(size))
+        sizes = self.output_size(size)
+        if not torch_transforms_the_program() and any(n < 0 for n in sizes):
+            raise RuntimeError(f"a kernel of size {self.kernel} does not fit an input of size {tuple(size)}")
+        return math.prod(sizes)
 
     def meetings_per_sample(self, size: Sequence[int]) -> int:
         """The paper's r: what turns the sum of an input channel into its ``channel`` mass.

@@ -85,7 +85,7 @@ def update_running_mass(
             return
         num_batches_tracked.add_(finite)
         # at most 1, for a count of 0 when the very first mass is not finite
-        rate = num_batches_tracked.to(total.dtype).reciprocal_().clamp_(momentum, 1.0)
+        rate = num_batches_tracked.to(total.dtype).reciprocal().clamp_(momentum, 1.0)
         running_mass.lerp_(mass, rate.to(mass.dtype))
 
 

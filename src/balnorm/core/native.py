@@ -42,9 +42,11 @@ _NOWHERE = bytes(_SAMPLES.size + _SAMPLES_SHAPE.size)
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def takes(x: Tensor, weight: Tensor) -> bool:
+def takes(x: Tensor, weight: Tensor, gain: Tensor | None) -> bool:
     """Whether C can read these tensors: they are on the CPU, and not of a subclass that only looks like a tensor."""
-    return _library is not None and x.is_cpu and weight.is_cpu and type(x) in _PLAIN and type(weight) in _PLAIN
+    if _library is None or not (x.is_cpu and weight.is_cpu and (gain is None or gain.is_cpu)):
+        return False
+    return type(x) in _PLAIN and type(weight) in _PLAIN
 
 
 def status() -> str:
@@ -198,9 +200,11 @@ def _average(
     mass, batches = running
     if mass.numel() != shape.masses:
         raise ValueError(f"expected a running mass of shape {shape.mass}, got {tuple(mass.shape)}")
-    by_input = mass.stride(1)
-    if batches is None or mass.dtype != dtype or not mass.is_cpu or not (by_input == 1 or mass.is_contiguous()):
+    if batches is None or batches.dtype != torch.int64 or mass.dtype != dtype or not (mass.is_cpu and batches.is_cpu):
         return _UNTRACKED
+    by_input = mass.stride(1)
+    if not (mass.is_contiguous() or (by_input == 1 and mass.movedim(1, -1).is_contiguous())):
+        return _UNTRACKED  # a part of a larger tensor
     if not mass.is_inference():  # it changes behind torch's back: whoever saved it for backward has to know
         torch.autograd.graph.increment_version(mass)
     by_tap = mass.shape[1] if by_input == 1 else 1

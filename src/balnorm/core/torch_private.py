@@ -59,9 +59,10 @@ def recomputing() -> bool:
 def is_batched_gradient(gradient: Tensor) -> bool:
     """Whether this is many gradients at once (``is_grads_batched=True``), which forbids work in place.
 
-    Its tensors come from the older of torch's two implementations of vmap, which has no public test.
+    Its tensors come from the older of torch's two implementations of vmap; those of ``torch.func.vmap`` over
+    ``torch.autograd.grad`` come from the newer one. Neither has a public test.
     """
-    return torch._C._functorch.is_legacy_batchedtensor(gradient)
+    return torch._C._functorch.is_legacy_batchedtensor(gradient) or torch._C._functorch.is_batchedtensor(gradient)
 
 
 def sum_over_processes(values: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,6 +172,7 @@ class FolderLoader:
             collate_fn=_collate,
             pin_memory=on_gpu,
             generator=torch.Generator(),  # else it draws from the global one
+            worker_init_fn=_ignore_interrupts,
         )
         for images, labels, errors in batches:
             for path, error in errors:
@@ -245,6 +247,11 @@ def _as_rgb(image: Any) -> Any:
     if image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} have no known range")
     return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
+
+
+def _ignore_interrupts(_: int) -> None:
+    """In a worker: a terminal's Ctrl-C is for the process that trains, which needs more batches before it saves."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _collate(items: list[_Item]) -> tuple[Tensor, Tensor, list[tuple[Path, str]]]:

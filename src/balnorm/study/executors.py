@@ -63,6 +63,11 @@ class Executor(Protocol):
     at_once: int
     """How many are really trained at a time: fewer than the slots if the executor has a queue of its own."""
 
+    @property
+    def running(self) -> int:
+        """How many were submitted and have not been returned."""
+        ...
+
     def submit(self, run: Result) -> None: ...
 
     def ended(self, seconds: float) -> list[Result]:
@@ -129,6 +134,10 @@ class LocalExecutor:
             with _ignoring_interrupts():  # this process responds to Ctrl-C
                 forkserver.ensure_running()
         self._running: dict[Any, tuple[Any, Any, int, Result]] = {}
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
 
     def submit(self, run: Result) -> None:
         slot = min(set(range(self.slots)) - {slot for _, _, slot, _ in self._running.values()})
@@ -268,6 +277,10 @@ class RayExecutor:
             self.close()
             raise StudyError(f"no machine of the Ray cluster has {resources.threads} CPUs and {gpus:g} GPUs for a run")
         self._running: dict[Any, Result] = {}
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
 
     def submit(self, run: Result) -> None:
         self._running[self._start(_execute_on_node, run.folder.absolute(), run.recipe, self.resources)] = run

@@ -38,24 +38,21 @@ def run_study(runs: Sequence[Result], executor: Executor, show: bool = True) -> 
         executor.call(_check_machine, list(kinds.values()), executor.resources)
         waiting[0].folder.parent.mkdir(parents=True, exist_ok=True)
     ended: list[Result] = []
-    running = 0
     with Display(runs, executor.at_once, show) as display:
         try:
-            while waiting or running:
-                while waiting and running < executor.slots:
+            while waiting or executor.running:
+                while waiting and executor.running < executor.slots:
                     executor.submit(waiting[0])
                     display.started(waiting.pop(0))
-                    running += 1
                 for run in map(_checked, executor.ended(_LOOK)):
-                    running -= 1
                     ended.append(run)
                     display.ended(run)
                 display.look()
         except KeyboardInterrupt:
             display.say("stopping: saving the runs in progress (press Ctrl-C again to stop without saving)")
             executor.stop()
-            while running:
-                running -= len(executor.ended(_LOOK))
+            while executor.running:
+                executor.ended(_LOOK)
             raise Stopped("stopped and saved: repeat the command to resume") from None
     return ended
 

@@ -40,7 +40,14 @@ class Target(NamedTuple):
 
 def one_batch(calibrate: Any, model: nn.Module) -> Tensor:
     """The input of a batch, or of all batches of a loader together."""
-    first = calibrate[0] if isinstance(calibrate, (tuple, list)) and calibrate else calibrate
+    items = calibrate if isinstance(calibrate, (tuple, list)) else [calibrate]
+    first = items[0] if items else calibrate
+    if len(items) > 1 and all(
+        isinstance(it, Tensor) and it.dim() > 1 and it.shape[1:] == first.shape[1:] for it in items
+    ):
+        raise ValueError(
+            "calibrate is several tensors alike: join them with torch.cat if they are batches, or give one"
+        )
     if isinstance(first, Tensor):
         return input_of_batch(first, model)
     if not isinstance(calibrate, Iterable):
@@ -55,24 +62,15 @@ def measure(model: nn.Module, decisions: Mapping[nn.Module, Decision], x: Tensor
     """The outputs in eval mode of every layer that will be balanced, behind the norm that follows it, by channel."""
     targets: dict[nn.Module, Target] = {}
 
-    def behind_norm(layer: nn.Module, norm: _BatchNorm) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            mean, std = _statistics(args[0])
-            if norm.running_mean is not None and norm.running_var is not None:
-                centre, width = norm.running_mean.double(), (norm.running_var.double() + norm.eps).sqrt()
-            else:
-                centre, width = mean, (std.square() + norm.eps).sqrt()
-            scale = 1.0 / width if norm.weight is None else norm.weight.double() / width
-            shift = -centre * scale if norm.bias is None else norm.bias.double() - centre * scale
-            samples = _outputs(args[0]) * scale + shift
-            targets.setdefault(layer, Target(mean * scale + shift, std * scale, scale, samples))
-
-        return norm.register_forward_pre_hook(hook)
-
-    def behind_layer(layer: nn.Module) -> Any:
+    def behind(layer: nn.Module, norm: _BatchNorm | None) -> Any:
+        # The norm is applied to the layer's output here: between the two may be a pool, which changes the positions
+        # and, being an average, not the result; and one norm may follow several layers.
         def hook(_: nn.Module, __: Any, output: Tensor) -> None:
+            output = _channels_second(layer, output)
             mean, std = _statistics(output)
-            targets.setdefault(layer, Target(mean, std, torch.ones_like(mean), _outputs(output)))
+            scale, shift = _scale_and_shift(norm, mean, std)
+            samples = _outputs(output) * scale + shift
+            targets.setdefault(layer, Target(mean * scale + shift, std * scale, scale, samples))
 
         return layer.register_forward_hook(hook)
 
@@ -80,7 +78,7 @@ def measure(model: nn.Module, decisions: Mapping[nn.Module, Decision], x: Tensor
     for layer, decision in decisions.items():
         if isinstance(decision, Balanced):
             follows = decision.place is Place.FOLLOWS and isinstance(decision.norm, _BatchNorm)
-            handles.append(behind_norm(layer, decision.norm) if follows else behind_layer(layer))  # type: ignore[arg-type]
+            handles.append(behind(layer, decision.norm if follows else None))  # type: ignore[arg-type]
     try:
         with undisturbed(model), torch.no_grad():
             model.eval()
@@ -89,6 +87,18 @@ def measure(model: nn.Module, decisions: Mapping[nn.Module, Decision], x: Tensor
         for handle in handles:
             handle.remove()
     return targets
+
+
+def _scale_and_shift(norm: _BatchNorm | None, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+    """What a norm does in eval mode to channels of this mean and standard deviation."""
+    if norm is None:
+        return torch.ones_like(mean), torch.zeros_like(mean)
+    if norm.running_mean is not None and norm.running_var is not None:
+        centre, width = norm.running_mean.double(), (norm.running_var.double() + norm.eps).sqrt()
+    else:
+        centre, width = mean, (std.square() + norm.eps).sqrt()
+    scale = 1.0 / width if norm.weight is None else norm.weight.double() / width
+    return scale, -centre * scale if norm.bias is None else norm.bias.double() - centre * scale
 
 
 def match(model: nn.Module, targets: Mapping[BalNormLayer, Target], x: Tensor) -> None:
@@ -108,7 +118,7 @@ def match(model: nn.Module, targets: Mapping[BalNormLayer, Target], x: Tensor) -
             values["running_mass"] = mass
         if layer in targets:
             target = targets[layer]
-            mean, std = _statistics(balanced_output(layer, input, output_size))
+            mean, std = _statistics(_channels_second(layer, balanced_output(layer, input, output_size)))
             alive = std > 0
             gain = torch.where(alive, target.std / torch.where(alive, std, 1.0), layer.gain.double())
             values["gain"] = gain
@@ -183,6 +193,11 @@ def _inputs(layer: BalNormLayer, input: Tensor) -> Tensor:
         x, kernel, dilation, stride = x[..., None], (*kernel, 1), (*dilation, 1), (*stride, 1)
     windows = F.unfold(x, kernel, dilation, stride=stride)
     return windows[:, :, _positions(windows.shape[2], windows.device)].mT.flatten(0, 1)
+
+
+def _channels_second(layer: nn.Module, output: Tensor) -> Tensor:
+    """The output with its channels on the second axis: those of a linear layer are on the last."""
+    return output.flatten(0, -2) if isinstance(layer, nn.Linear) else output
 
 
 def _outputs(output: Tensor) -> Tensor:

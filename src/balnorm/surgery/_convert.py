@@ -159,7 +159,8 @@ def _of_one_sign(name: str, layer: nn.Module) -> str | None:
         return None
     positive = by_output(layer.weight.detach() > 0, layer.groups, layer.transposed).flatten(2)
     dead = (positive.all(2) | ~positive.any(2)).flatten()
-    return f"{int(dead.sum())} of {len(dead)} in {name}" if dead.float().mean() > 0.05 + 2 ** (2 - positive.shape[2]) else None
+    chance = 2 ** (1 - positive.shape[2])
+    return f"{int(dead.sum())} of {len(dead)} in {name}" if dead.float().mean() > 0.05 + 2 * chance else None
 
 
 class _Conversion(tuple[Any, Any]):

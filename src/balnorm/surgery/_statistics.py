@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -53,7 +54,9 @@ def update_stats(
         model.eval()
         for layer in layers:
             # The running mass is to be that of the latest batch, all of it, of this process.
-            layer.momentum, layer.stats_fraction, layer.sync_stats = 1.0, 1.0, False
+            layer.options = dataclasses.replace(
+                layer.options, momentum=1.0, stats_fraction=1.0, sync_stats=False, process_group=None
+            )
             layer.train()
             handles.append(layer.register_forward_pre_hook(sums[layer].before))
             handles.append(layer.register_forward_hook(sums[layer].after, prepend=True))
@@ -86,7 +89,7 @@ class _MassSum:
         assert layer.running_mass is not None
         mass, device = layer.running_mass, layer.running_mass.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.layer = layer
+        self.group = layer.process_group
         self.mass = torch.zeros_like(mass, dtype=dtype)
         self.outputs = torch.zeros((), dtype=dtype, device=device)
         self.batches = torch.zeros((), dtype=torch.long, device=device)
@@ -99,7 +102,7 @@ class _MassSum:
         assert layer.running_mass is not None
         assert layer.num_batches_tracked is not None
         outputs = layer.num_batches_tracked * (output.numel() // layer.gain.numel())
-        self.mass += layer.running_mass * outputs
+        self.mass += layer.running_mass.to(self.mass.dtype) * outputs
         self.outputs += outputs
         self.batches += layer.num_batches_tracked
 
@@ -107,7 +110,7 @@ class _MassSum:
         """The mass, and the number of batches that it comes from, over all processes."""
         if dist.is_available() and dist.is_initialized():
             for tensor in (self.mass, self.outputs, self.batches):
-                dist.all_reduce(tensor, group=self.layer.process_group)
+                dist.all_reduce(tensor, group=self.group)
         return self.mass / self.outputs, self.batches
 
 

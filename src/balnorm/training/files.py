@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["parse_json", "write_atomically", "written"]
+__all__ = ["create_atomically", "parse_json", "write_atomically", "written"]
 
 
 def parse_json(text: str) -> Any:
@@ -24,6 +24,19 @@ def write_atomically(path: Path, contents: bytes) -> None:
     """Write a file such that at any moment either the old or the new one exists, complete."""
     with written(path, contents) as temporary:
         os.replace(temporary, path)
+
+
+def create_atomically(path: Path, contents: bytes) -> None:
+    """Write a file unless there is one. Of several processes that try at once, one succeeds, and its file stays."""
+    with written(path, contents) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            temporary.unlink()
+        except OSError:  # a file system without links
+            os.replace(temporary, path)
+        else:
+            temporary.unlink()
 
 
 @contextlib.contextmanager

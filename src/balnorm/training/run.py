@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from balnorm.errors import Failure
 from balnorm.training.config import Recipe, differences
-from balnorm.training.files import parse_json, write_atomically
+from balnorm.training.files import create_atomically, parse_json, write_atomically
 from balnorm.training.machine import environment
 
 __all__ = [
@@ -73,7 +73,7 @@ class Run:
         """Create the folder if it does not exist."""
         if not self.config.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._write(self.config, asdict(recipe))
+            create_atomically(self.config, _pretty(asdict(recipe)))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -105,11 +105,12 @@ class Run:
             except ValueError:
                 starts = []
         starts = starts if isinstance(starts, list) else []
-        self._write(self.environment, [*starts, {**environment(), **more}])
+        write_atomically(self.environment, _pretty([*starts, {**environment(), **more}]))
 
     def keep_failure(self, recipe: Recipe, text: str) -> None:
         """Record why the run failed, creating the folder if it failed before that."""
-        with suppress(OSError):
+        with suppress(OSError, RunError):  # a folder that is not ours stays as it is
+            self.check(recipe)
             self.create(recipe)
             write_atomically(self.error, text.encode(errors="replace"))
 
@@ -136,10 +137,6 @@ class Run:
             file.write(_line(record))
             file.flush()
             os.fsync(file.fileno())
-
-    @staticmethod
-    def _write(path: Path, value: Any) -> None:
-        write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -205,6 +202,10 @@ def _is_finite(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # a whole number beyond all floats
         return False
+
+
+def _pretty(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def _line(record: Record) -> str:
