@@ -15,7 +15,7 @@ from balnorm.study.grid import plan
 from balnorm.study.packed import read_packed, write_packed
 from balnorm.study.report import write_report
 from balnorm.study.results import read_results
-from balnorm.study.statistics import differences_to
+from balnorm.study.statistics import differences_to, spread
 from balnorm.study.tables import study_tables
 from balnorm.training.run import RunError
 from folders import make_run
@@ -296,6 +296,16 @@ def test_a_run_that_comes_twice_is_refused(study, tmp_path):
 # --------------------------------------------------------------------------------------------------------------------
 
 
+def spreads_of_gains(path):
+    """What ``gain.csv`` says: made by the code of version 0.1, which a study of this one cannot hold."""
+    runs = list(csv.DictReader(path.read_text().splitlines()))
+    for width, gain in {(run["width"], run["gain"]) for run in runs}:
+        chosen = [run for run in runs if (run["width"], run["gain"]) == (width, gain)]
+        for column, factor, digits in (("test_accuracy", 100, 2), ("train_loss", 1, 3)):
+            found = spread([factor * float(run[column]) for run in chosen])
+            yield f"{found.median:.{digits}f} ({found.low:.{digits}f}-{found.high:.{digits}f})"
+
+
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in RESULTS.glob("*/study.json")))
 def test_a_published_page_says_what_its_study_says(name):
     """Every median with quartiles, and every difference with its interval, is one that the report has."""
@@ -309,6 +319,8 @@ def test_a_published_page_says_what_its_study_says(name):
     for table in tables:
         if table.key == "differences":
             said |= {f"{row[2].text} ({row[3].text})" for row in table.rows}
+    if (RESULTS / name / "gain.csv").exists():
+        said |= set(spreads_of_gains(RESULTS / name / "gain.csv"))
     spreads = re.findall(r"\| (\d+(?:\.\d+)? \(\d+(?:\.\d+)?-\d+(?:\.\d+)?\))", page)
     differences = re.findall(r"\| ([+-]\d+\.\d\d \([+-][\d.]+ to [+-][\d.]+\))", page)
     assert len(spreads) >= 4

@@ -737,7 +737,7 @@ def test_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--help"], 0, "balnorm train digits --norm batchnorm --seed 3 --out runs/a"),
+        (["--help"], 0, "balnorm train digits --seed 3 --out runs/a"),
         (["train", "--help"], 0, "recipes:"),
         ([], 2, "usage: balnorm COMMAND"),
         (["trian", "digits"], 2, "balnorm: there is no command 'trian': did you mean train?"),
