@@ -20,7 +20,6 @@ from balnorm.training.trainer import train
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # tensorboard's
-    pytest.mark.xdist_group("cli"),
 ]
 SMALL = replace(get_recipe("digits"), width=4, epochs=1, train_limit=200, test_limit=101)
 

@@ -28,7 +28,6 @@ from folders import make_run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # tensorboard's
-    pytest.mark.xdist_group("failures"),
 ]
 SMALL = ["--width", "8", "--epochs", "3", "--train-limit", "100", "--test-limit", "20", "--batch-size", "50"]
 RECIPE = replace(get_recipe("digits"), width=8, epochs=3, train_limit=100, test_limit=20, batch_size=50)

@@ -17,7 +17,6 @@ from balnorm import BalNormConv2d, balance_report, convert, fold, scale_to_data,
 from balnorm.core import torch_private
 from cases import small_network
 
-pytestmark = pytest.mark.xdist_group("distributed")
 WORLD = 2
 TIMEOUT = dt.timedelta(minutes=10)  # a failure on one rank leaves the other waiting in a collective
 

@@ -19,7 +19,6 @@ from test_package import LIBRARY, files_of
 pytest.importorskip("build", reason="build is not installed")
 pytest.importorskip("hatchling", reason="hatchling is not installed")
 
-pytestmark = pytest.mark.xdist_group("distribution")
 ROOT = Path(__file__).parent.parent
 NOT_SOURCE = {"build", "data", "dist", "report", "runs", "studies", "site"}  # what people have lying about in a clone
 COMPILED = {".so", ".pyd", ".dylib", ".dll"}

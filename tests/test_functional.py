@@ -75,7 +75,6 @@ def tensors_and_reference(geometry, transposed, mass, one_pass, fraction, signed
     )
 
 
-@pytest.mark.xdist_group("reference")
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("geometry", CONV_GEOMETRIES, ids=str)
 def test_convolution_is_the_reference(geometry, options):
@@ -92,7 +91,6 @@ def test_convolution_is_the_reference(geometry, options):
     torch.testing.assert_close(weight, expected_weight)
 
 
-@pytest.mark.xdist_group("reference")
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("geometry", TRANSPOSED_GEOMETRIES, ids=str)
 def test_transposed_convolution_is_the_reference(geometry, options):
@@ -180,7 +178,6 @@ def test_running_mass_without_a_counter_uses_the_momentum():
         BF.update_running_mass(running, None, torch.ones(2), None)
 
 
-@pytest.mark.xdist_group("reference")
 @pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
 def test_a_hundred_training_steps_are_the_reference(mass, one_pass):
     """The same gradients, step after step: weights, gains, biases and running statistics stay together."""

@@ -17,7 +17,6 @@ pytestmark = [
     pytest.mark.skipif(
         CHROMIUM is None or importlib.util.find_spec("playwright") is None, reason="needs Chromium and playwright"
     ),
-    pytest.mark.xdist_group("page"),
 ]
 
 

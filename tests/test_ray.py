@@ -15,7 +15,6 @@ from held import PATIENCE
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
-    pytest.mark.xdist_group("study"),
 ]
 PROGRAM = Path(__file__).parent / "ray_study.py"
 

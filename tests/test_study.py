@@ -28,7 +28,6 @@ from balnorm.training.run import Run
 from folders import SMALL, STUDY, make_run, results
 from held import PATIENCE, gate, trainers, wait_until, waiting
 
-pytestmark = pytest.mark.xdist_group("study")
 DIGITS = replace(get_recipe("digits"), **SMALL)
 
 

@@ -35,7 +35,6 @@ from held import PATIENCE, gate, train_and_die, wait_until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # tensorboard's
-    pytest.mark.xdist_group("training"),
 ]
 SMALL = replace(get_recipe("digits"), width=4, epochs=2, train_limit=640, test_limit=101)
 
