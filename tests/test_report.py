@@ -20,6 +20,7 @@ import balnorm
 from balnorm.cli import main
 from balnorm.norms import NORMS
 from balnorm.study.figures import figures
+from balnorm.study.plots import figure_files
 from balnorm.study.report import summarize, write_report
 from balnorm.study.results import read_results
 from balnorm.study.statistics import (
@@ -216,6 +217,21 @@ def test_a_study_of_norms_has_all_epochs_and_two_zooms(tmp_path):
     assert late.y_range[0] > 0.8  # none, far below, does not squeeze the others together
     assert whole.y_range[0] < 0.2
     assert whole.curves[0].median[-1] == pytest.approx(0.9, rel=1e-3)
+
+
+def test_a_legend_stays_inside_its_figure(tmp_path, monkeypatch):
+    """Of one panel, and with the longest names."""
+    for norm in ["balnorm", "batchnorm", *sorted(NORMS, key=len)[-3:]]:
+        for lr in (0.1, 0.2, 0.3):
+            make_run(tmp_path, norm, 0, lr=lr)
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda canvas, *_, **__: drawn.append(canvas))
+    figure_files(next(figure for figure in figures(read_results([tmp_path])) if figure.key == "by-lr"), ["png"])
+    (canvas,) = drawn
+    canvas.draw_without_rendering()
+    box = canvas.legends[0].get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= canvas.bbox.width
 
 
 def test_bands_are_quartiles(tmp_path):

@@ -44,7 +44,8 @@ def figure_files(figure: Figure, formats: Sequence[str] = FORMATS) -> dict[str, 
     files = {}
     with mpl.rc_context(_LOOK), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about characters that the font lacks
-        canvas = Canvas(figsize=(_WIDTH * max(columns, 1.6) + 0.3, _HEIGHT * rows + 0.7), layout="constrained")
+        width = _WIDTH * max(columns, 1.6) + 0.3
+        canvas = Canvas(figsize=(width, _HEIGHT * rows + 0.7), layout="constrained")
         axes = canvas.subplots(rows, columns, squeeze=False).flat
         for panel, place in zip(figure.panels, axes, strict=False):
             _draw(panel, place, figure)
@@ -53,9 +54,9 @@ def figure_files(figure: Figure, formats: Sequence[str] = FORMATS) -> dict[str, 
         lines: dict[str, Any] = {}
         for place in canvas.axes:
             lines |= {label: line for line, label in zip(*place.get_legend_handles_labels(), strict=True)}
-        canvas.legend(
-            lines.values(), lines.keys(), loc="outside lower center", ncols=min(4, len(lines)), handlelength=3
-        )
+        widest = 0.7 + 0.075 * max(map(len, lines), default=0)  # inches of an entry in the legend, about
+        beside = max(1, min(4, len(lines), int(width / widest)))
+        canvas.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=beside, handlelength=3)
         canvas.suptitle(_printable(figure.title), fontsize=10.5, fontweight="bold")
         for kind in formats:
             buffer = io.BytesIO()
