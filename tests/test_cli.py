@@ -18,9 +18,7 @@ from balnorm.models import create_model
 from balnorm.recipes import RECIPES, get_recipe
 from balnorm.training.trainer import train
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # tensorboard's
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's
 SMALL = replace(get_recipe("digits"), width=4, epochs=1, train_limit=200, test_limit=101)
 
 

@@ -26,9 +26,7 @@ from balnorm.training.run import Run
 from balnorm.training.trainer import train
 from folders import make_run
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # tensorboard's
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's
 SMALL = ["--width", "8", "--epochs", "3", "--train-limit", "100", "--test-limit", "20", "--batch-size", "50"]
 RECIPE = replace(get_recipe("digits"), width=8, epochs=3, train_limit=100, test_limit=20, batch_size=50)
 

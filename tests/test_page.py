@@ -13,11 +13,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 PAGES = ["norms", "rates"]
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 
-pytestmark = [
-    pytest.mark.skipif(
-        CHROMIUM is None or importlib.util.find_spec("playwright") is None, reason="needs Chromium and playwright"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or importlib.util.find_spec("playwright") is None, reason="needs Chromium and playwright"
+)
 
 
 @pytest.fixture(scope="module")

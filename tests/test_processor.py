@@ -20,7 +20,7 @@ from balnorm.study.grid import plan
 from balnorm.training import processor
 from balnorm.training.processor import CAP, Defect, find_defect
 
-pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="no signals")]
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no signals")
 TINY = ["--epochs", "1", "--width", "4", "--train-limit", "64", "--device", "cpu"]
 CAPS = ["AVX512_CORE_FP16", "AVX512_CORE_BF16", "AVX512_CORE", "AVX2"]
 

@@ -13,9 +13,7 @@ from balnorm.cli import main
 from folders import results
 from held import PATIENCE
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 PROGRAM = Path(__file__).parent / "ray_study.py"
 
 

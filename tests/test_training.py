@@ -33,9 +33,7 @@ from balnorm.training.schedules import Rates, rates
 from balnorm.training.trainer import Position, train
 from held import PATIENCE, gate, train_and_die, wait_until
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # tensorboard's
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's
 SMALL = replace(get_recipe("digits"), width=4, epochs=2, train_limit=640, test_limit=101)
 
 
@@ -486,6 +484,18 @@ def test_of_two_starts_at_once_one_gets_the_folder(tmp_path, monkeypatch):
         with pytest.raises(RunBusyError), second.alone():
             pass
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_is_made_with_links_and_without(tmp_path, monkeypatch, links):
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError()))
+    create_atomically(tmp_path / "new", b"first")
+    assert (tmp_path / "new").read_bytes() == b"first"
+    if links:
+        create_atomically(tmp_path / "new", b"second")
+        assert (tmp_path / "new").read_bytes() == b"first"
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
 def test_devices():

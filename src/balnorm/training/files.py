@@ -30,9 +30,8 @@ def create_atomically(path: Path, contents: bytes) -> None:
     """Write a file unless there is one. Of several processes that try at once, one succeeds, and its file stays."""
     with written(path, contents) as temporary:
         try:
-            os.link(temporary, path)
-        except FileExistsError:
-            temporary.unlink()
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)
         except OSError:  # a file system without links
             os.replace(temporary, path)
         else:
@@ -41,7 +40,7 @@ def create_atomically(path: Path, contents: bytes) -> None:
 
 @contextlib.contextmanager
 def written(path: Path, contents: bytes) -> Iterator[Path]:
-    """Write a temporary file beside ``path`` and sync it to disk; rename it to ``path`` inside the context."""
+    """Write a temporary file beside ``path`` and sync it to disk; inside the context, rename or remove it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
