@@ -16,7 +16,7 @@ from torch import Tensor
 
 from balnorm.core import conv, native
 from balnorm.core.balance import balance
-from balnorm.core.geometry import geometry_of, linear_geometry, per_axis
+from balnorm.core.geometry import geometry_of, per_axis
 from balnorm.core.mass import update_running_mass
 from balnorm.core.options import MASSES, MassKind, Options
 from balnorm.core.plan import Plan
@@ -97,7 +97,7 @@ def input_mass(
     checked = Options.of("input_mass()", options)
     axes = input.dim() - 2
     if kernel_size == ():
-        return conv.input_mass(input, Plan(linear_geometry(), checked))
+        return conv.input_mass(input, Plan(geometry_of(()), checked))
     if axes < 1:
         raise ValueError(f"input_mass takes an input of shape (N, C, *in), got {tuple(input.shape)}")
     kernel = per_axis(kernel_size, axes)
@@ -213,7 +213,7 @@ def bal_linear(
         ((5, 7, 4), True)
     """
     checked = Options.of("bal_linear()", options)
-    plan = Plan(linear_geometry(), checked)
+    plan = Plan(geometry_of(()), checked)
     return conv.balanced_conv(input, weight, bias, gain, None, plan, training, running_mass, num_batches_tracked)
 
 

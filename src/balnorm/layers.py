@@ -15,7 +15,7 @@ from torch.fx import Proxy
 
 from balnorm.core import conv
 from balnorm.core.balance import balance
-from balnorm.core.geometry import Geometry, geometry_of, linear_geometry
+from balnorm.core.geometry import Geometry, geometry_of
 from balnorm.core.options import LayerOptions, Options
 from balnorm.core.plan import Plan
 from balnorm.core.torch_private import torch_transforms_the_program
@@ -592,7 +592,7 @@ BALANCED: dict[type[nn.Module], type[BalNormLayer]] = {
 def layer_geometry(layer: nn.Module, input: Tensor | None = None, output_size: Sequence[int] | None = None) -> Geometry:
     """The geometry of a convolution or linear layer, balanced or plain; a transposed one may have an output size."""
     if isinstance(layer, nn.Linear):
-        return linear_geometry()
+        return geometry_of(())
     names = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "transposed", "output_padding")
     geometry = geometry_of(*(getattr(layer, name) for name in names))
     if output_size is None or not geometry.transposed:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from balnorm.core.torch_private import torch_transforms_the_program
 
-__all__ = ["Geometry", "by_output", "from_by_output", "geometry_of", "linear_geometry", "per_axis"]
+__all__ = ["Geometry", "by_output", "from_by_output", "geometry_of", "per_axis"]
 
 
 class Geometry(NamedTuple):
@@ -40,22 +40,8 @@ class Geometry(NamedTuple):
 
     def padded(self) -> Geometry:
         """The geometry that is left once the input has been padded."""
-        none = ((0, 0),) * len(self.kernel)
-        before = (0,) * len(self.kernel)
-        # not _replace(), which torch 2.4 cannot compile
-        return Geometry(
-            self.kernel,
-            self.stride,
-            none,
-            self.dilation,
-            self.groups,
-            "zeros",
-            self.transposed,
-            self.output_padding,
-            pads_beforehand=False,
-            is_pointwise=self.is_pointwise,
-            padding_before=before,
-        )
+        kernel, stride, _, dilation, groups, _, transposed, output_padding, *_ = self
+        return geometry_of(kernel, stride, 0, dilation, groups, "zeros", transposed, output_padding)
 
     def output_size(self, size: Sequence[int]) -> tuple[int, ...]:
         if self.transposed:
@@ -164,7 +150,7 @@ def geometry_of(
     transposed: bool = False,
     output_padding: int | Sequence[int] = 0,
 ) -> Geometry:
-    """The geometry that these arguments of a torch layer describe."""
+    """The geometry that these arguments of a torch layer describe; ``geometry_of(())`` is that of a linear layer."""
     axes = len(kernel)
     dilations = per_axis(dilation, axes)
     strides = per_axis(stride, axes)
@@ -192,11 +178,6 @@ def geometry_of(
         is_pointwise=all(n == 1 for n in (*kernel, *strides)) and all(p == (0, 0) for p in sides),
         padding_before=tuple(before for before, _ in sides),
     )
-
-
-def linear_geometry() -> Geometry:
-    """The geometry of a linear layer."""
-    return geometry_of(())
 
 
 def per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
