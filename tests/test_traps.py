@@ -19,6 +19,11 @@ from balnorm import (
     update_stats,
 )
 from balnorm.models import create_model
+from balnorm.surgery._attribution import attribute
+from balnorm.surgery._decisions import Place, Removed
+from balnorm.surgery._flow import data_flow
+from balnorm.surgery._model import replace_modules
+from balnorm.surgery._shifts import move_shifts
 
 
 def signed_images():
@@ -250,6 +255,82 @@ def test_a_calibrated_pre_activation_network_survives(digits):
         same = (calibrated.eval()(images[1500:]).argmax(1) == scores.argmax(1)).float().mean()
     assert accuracy(trained, *digits) > 0.8
     assert same > 0.75
+
+
+def moved(model, shifts, decisions):
+    """The network with shifts and factors in its convolutions, and without the norms that they come from."""
+    with torch.no_grad():
+        for layer, shift in shifts.added.items():
+            bias = shift if layer.bias is None else layer.bias + shift
+            layer.bias = nn.Parameter(bias)
+        for layer, factor in shifts.factors.items():
+            layer.weight.mul_(factor.view(1, -1, *[1] * (layer.weight.dim() - 2)))
+    gone = {norm for norm, decision in decisions.items() if set(getattr(decision, "layers", ())) & set(shifts.factors)}
+    return replace_modules(model, {norm: nn.Identity() for norm in gone if decisions[norm].place is Place.FEEDS})
+
+
+class Tapped(nn.Module):
+    """A pre-activation block. If it is tapped, what its norm is given also goes elsewhere."""
+
+    def __init__(self, activation=nn.ReLU, tapped=False):
+        super().__init__()
+        self.stem, self.norm, self.activation = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), activation()
+        self.branch, self.last, self.tapped = nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), tapped
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = self.last(self.branch(self.activation(self.norm(x))) + x)
+        return (x.relu(), y) if self.tapped else y
+
+
+def statistics_of_training(model):
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2.0)
+            nn.init.uniform_(norm.weight, 0.5, 2.0)
+            nn.init.uniform_(norm.bias, -1.0, 1.0)
+    return model.double().eval()
+
+
+@pytest.mark.parametrize(
+    ("network", "norms"),
+    [
+        (lambda: create_model("wide_resnet", "batchnorm", depth=14, width=4), 6),
+        (lambda: create_model("preact_resnet18", "batchnorm", width=4), 8),
+        (lambda: create_model("preact_resnet50", "batchnorm", width=4), 15),
+        (Tapped, 1),
+        (lambda: Tapped(nn.PReLU), 1),
+    ],
+)
+def test_the_shifts_of_pre_activation_norms_move_into_the_layers_before_them(network, norms):
+    """Without them, the layers behind such a norm met another input: six points of a network were lost, not two."""
+    model, x = statistics_of_training(network()), torch.rand(2, 3, 16, 16, dtype=torch.float64)
+    before, flow = model(x), data_flow(model, x)
+    decisions = attribute(model, flow)
+    shifts = move_shifts(decisions, flow)
+    feeding = [it for it in decisions.values() if isinstance(it, Removed) and it.place is Place.FEEDS]
+    assert len(feeding) == norms
+    moved(model, shifts, decisions)
+    torch.testing.assert_close(model(x), before)
+
+
+@pytest.mark.parametrize("network", [Tapped(nn.GELU), Tapped(tapped=True)])
+def test_shifts_stay_where_moving_them_would_show(network):
+    """Behind an activation that is not linear for positive numbers, and where the sum is used by something else."""
+    flow = data_flow(statistics_of_training(network), torch.rand(2, 3, 16, 16, dtype=torch.float64))
+    assert move_shifts(attribute(network, flow), flow).added == {}
+
+
+def test_shifts_of_channels_that_are_always_on_stay_small():
+    model = statistics_of_training(Tapped())
+    nn.init.constant_(model.norm.weight, 1e-9)
+    model.norm.weight.data[0] = -1.0
+    flow = data_flow(model, torch.rand(2, 3, 16, 16, dtype=torch.float64))
+    shifts = move_shifts(attribute(model, flow), flow)
+    largest = model.norm.running_mean.abs() + 3.01 * model.norm.running_var.sqrt()
+    assert (shifts.added[model.stem].abs() <= largest).all()
+    assert shifts.factors[model.branch][0] == 0
 
 
 @pytest.mark.parametrize(

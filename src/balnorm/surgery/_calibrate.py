@@ -16,6 +16,7 @@ from balnorm.layers import BalNormLayer, layer_geometry, layer_plan
 from balnorm.surgery._decisions import Balanced, Decision, Place
 from balnorm.surgery._model import input_of_batch, undisturbed
 from balnorm.surgery._scale import balanced_output, before_each_layer
+from balnorm.surgery._shifts import Shifts
 
 __all__ = ["match", "measure", "one_batch"]
 
@@ -26,7 +27,7 @@ _RIDGE = 0.1  # how strongly weights are held to what they were, relative to the
 
 
 class Target(NamedTuple):
-    """What a layer gave, with the norm that followed it."""
+    """What a layer is to give: what it gave, with the norm that followed it, and what is moved into it."""
 
     mean: Tensor
     """Of each output channel."""
@@ -34,6 +35,8 @@ class Target(NamedTuple):
     """Of each output channel; negative where the norm flipped its sign."""
     scale: Tensor
     """What the norm multiplied each output channel with, or ones."""
+    factor: Tensor | None
+    """What its input channels were larger by, because of a norm that is gone; ``None`` for ones."""
     samples: Tensor
     """Outputs at some positions of every sample, (N, positions, D)."""
 
@@ -58,7 +61,9 @@ def one_batch(calibrate: Any, model: nn.Module) -> Tensor:
     return torch.cat(batches)
 
 
-def measure(model: nn.Module, decisions: Mapping[nn.Module, Decision], x: Tensor) -> dict[nn.Module, Target]:
+def measure(
+    model: nn.Module, decisions: Mapping[nn.Module, Decision], shifts: Shifts, x: Tensor
+) -> dict[nn.Module, Target]:
     """The outputs in eval mode of every layer that will be balanced, behind the norm that follows it, by channel."""
     targets: dict[nn.Module, Target] = {}
 
@@ -69,8 +74,9 @@ def measure(model: nn.Module, decisions: Mapping[nn.Module, Decision], x: Tensor
             output = _channels_second(layer, output)
             mean, std = _statistics(output)
             scale, shift = _scale_and_shift(norm, mean, std)
-            samples = _outputs(output) * scale + shift
-            targets.setdefault(layer, Target(mean * scale + shift, std * scale, scale, samples))
+            shift = shift + shifts.added.get(layer, 0.0)
+            factor, samples = shifts.factors.get(layer), _outputs(output) * scale + shift
+            targets.setdefault(layer, Target(mean * scale + shift, std * scale, scale, factor, samples))
 
         return layer.register_forward_hook(hook)
 
@@ -161,6 +167,9 @@ def _fit(layer: BalNormLayer, input: Tensor, mass: Tensor, target: Target, value
     ridge = _RIDGE * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float64).tiny)
     covariance.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
     prior = weight * target.scale.view(groups, -1, 1)
+    if target.factor is not None:
+        by_input = prior.view(groups, outputs // groups, target.factor.numel() // groups, -1)
+        prior = (by_input * target.factor.view(groups, 1, -1, 1)).flatten(2)
     wanted = products / count - mean[:, :, None] * y_mean[:, None] + ridge[:, None, None] * prior.mT
     m = mass.expand(1, -1, *layer.weight.shape[2:]).reshape(groups, size, 1)
     solved, failed = torch.linalg.solve_ex(covariance, torch.cat([wanted, m], 2))

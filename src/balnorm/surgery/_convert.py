@@ -19,6 +19,7 @@ from balnorm.surgery._calibrate import match, measure, one_batch
 from balnorm.surgery._decisions import Action, Balanced, Because, Decision, Kept, Place, Reason, Removed, explain
 from balnorm.surgery._flow import data_flow
 from balnorm.surgery._model import ModelT, refuse_wrapped, replace_modules
+from balnorm.surgery._shifts import move_shifts
 from balnorm.text_table import text_table
 
 __all__ = ["ConversionReport", "convert"]
@@ -121,7 +122,8 @@ def convert(
     """
     refuse_wrapped(model, "convert")
     BalNormConv2d(2, 2, 1, device="meta", **options)  # a bad option fails here, before anything is done
-    decisions = attribute(model, data_flow(model, example_input), skip, include)
+    flow = data_flow(model, example_input)
+    decisions = attribute(model, flow, skip, include)
     names = {module: name for name, module in model.named_modules()}
     left = [
         f"{names[module]}: {explain(decision, names)}"
@@ -143,7 +145,7 @@ def convert(
             elif isinstance(decision, Removed):
                 new[module] = _without_norm(module, decision)
         batch = None if calibrate is None else one_batch(calibrate, model)
-        targets = {} if batch is None else measure(model, decisions, batch)
+        targets = {} if batch is None else measure(model, decisions, move_shifts(decisions, flow), batch)
         replace_modules(model, new)
         if batch is not None:
             match(model, {new[layer]: target for layer, target in targets.items()}, batch)  # type: ignore[misc]

@@ -26,7 +26,7 @@ from balnorm.core.torch_private import storage_key
 from balnorm.layers import BalNormLayer
 from balnorm.surgery._model import undisturbed
 
-__all__ = ["Call", "Flow", "data_flow", "recorded", "traced"]
+__all__ = ["Call", "Flow", "canonical", "data_flow", "recorded", "traced"]
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class Flow:
         nonnegative: bool = False,
         in_place: bool = False,
     ) -> Call:
-        call = Call(_canonical(name), len(self.calls), module, list(dict.fromkeys(inputs)), in_place=in_place)
+        call = Call(canonical(name), len(self.calls), module, list(dict.fromkeys(inputs)), in_place=in_place)
         call.nonnegative = nonnegative or _is_nonnegative(call, args, kwargs or {})
         for source in call.inputs:
             source.users.append(call)
@@ -348,7 +348,7 @@ _KEEPS_SIGN = {
 }
 
 
-def _canonical(name: str) -> str:
+def canonical(name: str) -> str:
     """``MaxPool2d``, ``max_pool2d`` and ``max_pool2d_with_indices`` are all ``maxpool``."""
     name = name.lower().replace("_", "").removesuffix("withindices")
     name = re.sub(r"(\dd|nd)$", "", name)
@@ -356,7 +356,7 @@ def _canonical(name: str) -> str:
 
 
 def _is_nonnegative(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if call.name in _NONNEGATIVE or _canonical(type(getattr(call.module, "act", None)).__name__) in _NONNEGATIVE:
+    if call.name in _NONNEGATIVE or canonical(type(getattr(call.module, "act", None)).__name__) in _NONNEGATIVE:
         return True  # the latter is timm's norm with an activation inside
     if call.name in _BOUNDED_BELOW:
         bound = args[1] if len(args) > 1 else kwargs.get(_BOUNDED_BELOW[call.name])
