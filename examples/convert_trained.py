@@ -1,0 +1,65 @@
+"""What is left of a network that was trained with BatchNorm when it is converted, and after one epoch of fine-tuning.
+
+Usage: python examples/convert_trained.py RUN [folder with the data]
+
+RUN is the folder of a finished run, such as that of `balnorm train digits --norm batchnorm --out RUN`.
+It needs the extra `study`.
+"""
+
+import copy
+import itertools
+import math
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from balnorm import convert, param_groups, update_stats
+from balnorm.export import load_saved
+from balnorm.training.images import make_loaders
+from balnorm.training.processes import Processes
+
+IMAGES, LR = 512, 0.02
+
+saved = load_saved(sys.argv[1])
+root = Path(sys.argv[2] if len(sys.argv) > 2 else ".")
+train, test, _ = make_loaders(saved.recipe, Processes(0, 1, torch.device("cpu")), root)
+batches = [images for images, _ in itertools.islice(train.epoch(), math.ceil(IMAGES / saved.recipe.batch_size))]
+
+
+@torch.no_grad()
+def accuracy(model):
+    """In percent, on all test images."""
+    model.eval()
+    right = [(model(images).argmax(1) == labels).float() for images, labels in test.epoch()]
+    return 100 * torch.cat(right).mean().item()
+
+
+def fine_tuned(model, lr):
+    """A copy after one more epoch, the learning rate going down to 0 in a cosine."""
+    model = copy.deepcopy(model).train()
+    optimizer = torch.optim.SGD(param_groups(model, saved.recipe.weight_decay), lr=lr, momentum=0.9)
+    for step, (images, labels) in enumerate(train.epoch(saved.recipe.epochs)):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * (1 + math.cos(math.pi * step / len(train))) / 2
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    return model
+
+
+def show(name, model):
+    print(f"{name:28} {accuracy(model):6.2f}", end="", flush=True)
+    print(f"   one epoch more: {accuracy(fine_tuned(model, LR)):6.2f}", flush=True)
+
+
+show("batchnorm", saved.model)
+for mass in ("channel", "position"):
+    plain, _ = convert(copy.deepcopy(saved.model), example_input=batches[0], mass=mass)
+    update_stats(batches, plain)
+    show(f"{mass} mass, statistics", plain)
+    calibrated, _ = convert(
+        copy.deepcopy(saved.model), example_input=batches[0], mass=mass, calibrate=torch.cat(batches)
+    )
+    show(f"{mass} mass, calibrated", calibrated)
