@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -12,18 +12,7 @@ from balnorm.data.sets import SETS
 from balnorm.models import MODELS
 from balnorm.norms import NORMS, get_norm
 
-__all__ = [
-    "MixupKind",
-    "ModelName",
-    "NormName",
-    "OptimizerName",
-    "Precision",
-    "Recipe",
-    "ScheduleName",
-    "SetName",
-    "differences",
-    "without_effect",
-]
+__all__ = ["ModelName", "NormName", "Recipe", "SetName", "without_effect"]
 
 if TYPE_CHECKING:
     ModelName = str
@@ -31,12 +20,8 @@ if TYPE_CHECKING:
     SetName = str
 else:  # each name is written once, where it is defined; none of these modules imports torch
     ModelName, NormName, SetName = Literal[tuple(MODELS)], Literal[tuple(NORMS)], Literal[(*SETS, "folder")]
-OptimizerName = Literal["sgd", "adamw"]
-ScheduleName = Literal["multistep", "onecycle", "cosine", "constant"]
-MixupKind = Literal["none", "input", "manifold"]
-Precision = Literal["float32", "bfloat16", "float16"]
 
-
+_POSITIVE = ("epochs", "batch_size", "lr", "alpha", "width", "train_limit", "test_limit", "clip_norm", "image_size")
 _LARGEST = {"lr": 1e30, "weight_decay": 1e30, "clip_norm": 1e30, "alpha": 1e6, "workers": 1000}
 """The largest values that float32, a Beta distribution and a machine can handle."""
 
@@ -57,7 +42,7 @@ class Recipe:
     epochs: int = 30
     batch_size: int = 128
     """Images per batch and process."""
-    optimizer: OptimizerName = "sgd"
+    optimizer: Literal["sgd", "adamw"] = "sgd"
     """AdamW needs a smaller learning rate, such as 0.01."""
     lr: float = 0.1
     """The initial learning rate; the schedule changes it."""
@@ -65,7 +50,7 @@ class Recipe:
     """For AdamW, the first beta; the second is 0.999."""
     weight_decay: float = 1e-4
     """Applies to weights, not to gains, biases and norms. AdamW decouples it from the gradient."""
-    schedule: ScheduleName = "cosine"
+    schedule: Literal["multistep", "onecycle", "cosine", "constant"] = "cosine"
     drops: tuple[int, ...] = ()
     """The epochs at which a multistep schedule divides the learning rate by ten."""
 
@@ -76,7 +61,7 @@ class Recipe:
 
     padding: int = 4
     """Shift training images by up to so many pixels; images from folders are cropped at random instead."""
-    mixup: MixupKind = "none"
+    mixup: Literal["none", "input", "manifold"] = "none"
     """Mix images at the input, or, with "manifold", also after the first or second stage."""
     alpha: float = 6.0
     """The parameter of mixup's Beta distribution."""
@@ -89,7 +74,7 @@ class Recipe:
     scale_to_data: bool = False
     """Measure the output scales of balanced layers on the first batch, before training."""
 
-    precision: Precision = "float32"
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
     compile: bool = False
     sync_stats: bool = False
     """Compute statistics over all processes together; for batchnorm, on GPUs only."""
@@ -103,22 +88,9 @@ class Recipe:
 
     def check(self) -> None:
         """Raise a ValueError that states what is allowed."""
-        positive = (
-            "epochs",
-            "batch_size",
-            "lr",
-            "alpha",
-            "width",
-            "train_limit",
-            "test_limit",
-            "clip_norm",
-            "image_size",
-        )
-        for name in positive:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
         for name, value in vars(self).items():
+            if name in _POSITIVE and value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} must be finite, got {value}")
             most = _LARGEST.get(name, 10**9 if type(value) is int and name != "seed" else math.inf)
@@ -126,9 +98,9 @@ class Recipe:
                 raise ValueError(f"{name} must be at most {most:g}, got {value}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be from 0 to below 2**63, got {self.seed}")
-        for name, limit in {"momentum": 1.0, "label_smoothing": 1.0}.items():
-            if not 0.0 <= getattr(self, name) < limit:
-                raise ValueError(f"{name} must be from 0 to below {limit:g}, got {getattr(self, name)}")
+        for name in ("momentum", "label_smoothing"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} must be from 0 to below 1, got {getattr(self, name)}")
         if self.optimizer == "adamw" and self.lr > 0.03:
             raise ValueError(
                 f"lr {self.lr} is one for sgd: adamw moves every weight by about lr at each step, give it 0.03 at most"
@@ -152,33 +124,31 @@ class Recipe:
 
     def idle(self) -> dict[str, str]:
         """The fields that have no effect in combination with the others, and why."""
-        reasons = {}
-        if self.mixup == "none":
-            reasons["alpha"] = "there is no mixup"
-        if self.schedule == "onecycle":
-            reasons["momentum"] = "the one-cycle schedule has its own"
-        if self.data == "folder":
-            reasons["padding"] = "images from folders are cropped at random instead"
-        else:
-            reasons |= dict.fromkeys(("image_size", "workers"), "the images come from no folder")
-        return reasons
+        folder = self.data == "folder"
+        reasons = [
+            ("alpha", self.mixup == "none", "there is no mixup"),
+            ("momentum", self.schedule == "onecycle", "the one-cycle schedule has its own"),
+            ("padding", folder, "images from folders are cropped at random instead"),
+            ("image_size", not folder, "the images come from no folder"),
+            ("workers", not folder, "the images come from no folder"),
+        ]
+        return {name: reason for name, idle, reason in reasons if idle}
 
     def model_options(self) -> dict[str, int]:
         """The network's options besides its name and norm."""
-        options = {"width": self.width, "depth": self.depth}
-        return {name: value for name, value in options.items() if value is not None}
+        return {name: value for name in ("width", "depth") if (value := getattr(self, name)) is not None}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Recipe:
         """Build a recipe from its fields, as :func:`dataclasses.asdict` returns them, read back from JSON."""
         if not isinstance(values, dict):
             raise ValueError("not the fields of a recipe")
-        known = {field.name for field in fields(Recipe)}
-        if unknown := sorted(values.keys() - known):
+        kinds = get_type_hints(Recipe)
+        if unknown := sorted(values.keys() - kinds):
             raise ValueError(f"a recipe has no {', '.join(unknown)}")
-        for name, kind in get_type_hints(Recipe).items():
-            if name in values and not _is_a(values[name], kind):
-                raise ValueError(f"{name} cannot be {values[name]!r}")
+        for name, value in values.items():
+            if not _is_a(value, kinds[name]):
+                raise ValueError(f"{name} cannot be {value!r}")
         recipe = Recipe(**{**values, "drops": tuple(values.get("drops", ()))})
         recipe.check()
         return recipe
@@ -186,14 +156,15 @@ class Recipe:
 
 def _is_a(value: object, kind: Any) -> bool:
     """Whether a value read from JSON has a field's type."""
+    kinds = get_args(kind)
     if get_origin(kind) is Literal:
-        return any(value is each or (isinstance(value, str) and value == each) for each in get_args(kind))
+        return isinstance(value, str) and value in kinds
     if get_origin(kind) is tuple:
-        return isinstance(value, list | tuple) and all(_is_a(each, get_args(kind)[0]) for each in value)
+        return isinstance(value, list | tuple) and all(_is_a(each, kinds[0]) for each in value)
     if get_origin(kind) is UnionType:
-        return any(_is_a(value, each) for each in get_args(kind))
+        return any(_is_a(value, each) for each in kinds)
     if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return type(value) in (int, float)
     return type(value) is kind
 
 
@@ -205,9 +176,3 @@ def without_effect(base: Recipe, recipes: Sequence[Recipe]) -> list[str]:
         if any(getattr(recipe, name) != getattr(base, name) for recipe in recipes)
         and all(name in recipe.idle() for recipe in recipes)
     ]
-
-
-def differences(ours: Recipe, theirs: Recipe) -> list[str]:
-    """The fields in which two recipes differ, as "epochs: 30, was 20"."""
-    a, b = asdict(ours), asdict(theirs)
-    return [f"{name}: {a[name]!r}, was {b[name]!r}" for name in a if a[name] != b[name]]

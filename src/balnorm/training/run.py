@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from balnorm.errors import Failure
-from balnorm.training.config import Recipe, differences
+from balnorm.training.config import Recipe
 from balnorm.training.files import create_atomically, parse_json, write_atomically
 from balnorm.training.machine import environment
 
@@ -162,7 +162,8 @@ def read_metrics(path: Path) -> list[Record]:
 
 def check_same(ours: Recipe, theirs: Recipe, place: Path) -> None:
     """Raise a RunError that lists the differences between a recipe and the one already there, if any."""
-    if changed := differences(ours, theirs):
+    pairs = [(name, value, getattr(theirs, name)) for name, value in vars(ours).items()]
+    if changed := [f"{name}: {now!r}, was {before!r}" for name, now, before in pairs if now != before]:
         raise RunError(
             f"{place} was started with a different recipe ({'; '.join(changed)}): use the same recipe to resume it, or "
             "another folder"
