@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, replace
 
 from balnorm.recipes import get_recipe
-from balnorm.training.run import Run, read_metrics
+from balnorm.training.run import Run
 
 SMALL = {"epochs": 3, "train_limit": 200, "test_limit": 60, "width": 4, "batch_size": 10}
 STUDY = ["compare", "digits", "--norms", "balnorm", "batchnorm", "--seeds", "2"]
@@ -16,7 +16,7 @@ def results(study):
     return {
         path.parent.name: [
             {name: value for name, value in record.items() if name not in ("seconds", "peak_memory")}
-            for record in read_metrics(path)
+            for record in Run(path.parent).records()
         ]
         for path in sorted(study.glob("runs/*/metrics.jsonl"))
     }

@@ -28,7 +28,7 @@ from balnorm.training.files import create_atomically, write_atomically
 from balnorm.training.images import make_loaders
 from balnorm.training.learner import Learner, make_model, make_optimizer, set_rates
 from balnorm.training.processes import Processes
-from balnorm.training.run import Run, RunBusyError, RunError, read_metrics
+from balnorm.training.run import Run, RunBusyError, RunError
 from balnorm.training.schedules import Rates, rates
 from balnorm.training.trainer import Position, train
 from held import PATIENCE, gate, train_and_die, wait_until
@@ -654,10 +654,10 @@ def test_files_that_hold_something_else_are_named(tmp_path, name, contents, mess
 def test_metrics_survive_a_line_that_broke_off(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"epoch": 1}\n{"epoch": 2}\n{"epo')
-    assert [record["epoch"] for record in read_metrics(path)] == [1, 2]
+    assert [record["epoch"] for record in Run(tmp_path).records()] == [1, 2]
     path.write_text('{"epoch": 1}\nnonsense\n{"epoch": 2}\n')
     with pytest.raises(RunError, match="line 2 is not JSON"):
-        read_metrics(path)
+        Run(tmp_path).records()
 
 
 def test_atomic_writes_leave_the_old_file_or_the_new_one(tmp_path):

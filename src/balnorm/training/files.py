@@ -30,17 +30,16 @@ def create_atomically(path: Path, contents: bytes) -> None:
     """Write a file unless there is one. Of several processes that try at once, one succeeds, and its file stays."""
     with written(path, contents) as temporary:
         try:
-            with contextlib.suppress(FileExistsError):
-                os.link(temporary, path)
+            os.link(temporary, path)
+        except FileExistsError:
+            pass
         except OSError:  # a file system without links
             os.replace(temporary, path)
-        else:
-            temporary.unlink()
 
 
 @contextlib.contextmanager
 def written(path: Path, contents: bytes) -> Iterator[Path]:
-    """Write a temporary file beside ``path`` and sync it to disk; inside the context, rename or remove it."""
+    """Write a temporary file beside ``path`` and sync it to disk. Rename it inside the context, or it is removed."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -49,9 +48,10 @@ def written(path: Path, contents: bytes) -> Iterator[Path]:
             os.fsync(file.fileno())
         yield temporary
     except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # the name that the caller knows
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error  # the name that the caller knows
     with contextlib.suppress(OSError):  # not every file system can sync directories
         folder = os.open(path.parent, os.O_RDONLY)
         try:

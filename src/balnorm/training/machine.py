@@ -9,32 +9,27 @@ import sys
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+
+from balnorm.functional import backend
 
 __all__ = ["environment", "forget_peak_memory", "peak_memory"]
 
 
 def environment() -> dict[str, Any]:
     """The hardware and versions that can affect a result."""
-    import torch
-
-    from balnorm.functional import backend
-
-    try:
-        git = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-        ).stdout.strip()
-    except OSError:  # no git here
-        git = ""
+    ask_git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = ""
+    with contextlib.suppress(OSError):  # no git here
+        commit = subprocess.run(ask_git, capture_output=True, text=True, check=False).stdout.strip()
     cuda = torch.cuda.is_available()
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,
         "balnorm": version("balnorm"),
-        "commit": git or None,
+        "commit": commit or None,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -47,17 +42,14 @@ def environment() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    try:
+    with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
+        return next(line.split(":")[1].strip() for line in lines if "model name" in line)
+    return platform.processor()
 
 
 def forget_peak_memory(device: torch.device) -> None:
     """Reset the peak, if the system can: reading the data may need more memory than training."""
-    import torch
-
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -67,8 +59,6 @@ def forget_peak_memory(device: torch.device) -> None:
 
 def peak_memory(device: torch.device) -> int | None:
     """Peak memory of this process in bytes, on its GPU or else in main memory; ``None`` if unknown."""
-    import torch
-
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(OSError):  # Linux

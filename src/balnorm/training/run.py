@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -14,19 +14,8 @@ from typing import Any, Literal
 from balnorm.errors import Failure
 from balnorm.training.config import Recipe
 from balnorm.training.files import create_atomically, parse_json, write_atomically
-from balnorm.training.machine import environment
 
-__all__ = [
-    "Record",
-    "Run",
-    "RunBusyError",
-    "RunError",
-    "State",
-    "check_records",
-    "check_same",
-    "read_metrics",
-    "state_after",
-]
+__all__ = ["Record", "Run", "RunBusyError", "RunError", "State", "check_records", "check_same", "state_after"]
 
 State = Literal["new", "unfinished", "finished", "diverged", "failed", "busy"]
 """How far a run is. It has ended if it is finished or diverged; if it is busy, another process is training it."""
@@ -98,12 +87,11 @@ class Run:
 
     def note_environment(self, **more: Any) -> None:
         """Add this start to the list of starts."""
-        starts = []
-        if self.environment.exists():
-            try:
-                starts = parse_json(self.environment.read_text())
-            except ValueError:
-                starts = []
+        from balnorm.training.machine import environment  # which imports torch
+
+        starts = None
+        with suppress(FileNotFoundError, ValueError):
+            starts = parse_json(self.environment.read_text())
         starts = starts if isinstance(starts, list) else []
         write_atomically(self.environment, _pretty([*starts, {**environment(), **more}]))
 
@@ -125,7 +113,21 @@ class Run:
 
     def records(self) -> list[Record]:
         """The records in ``metrics.jsonl``, without an incomplete last line."""
-        return read_metrics(self.metrics)
+        lines = self.metrics.read_text(errors="replace").split("\n") if self.metrics.exists() else []
+        records = []
+        for number, line in enumerate(lines, 1):
+            if not line:
+                continue
+            try:
+                record = parse_json(line)
+            except ValueError as error:
+                if number == len(lines):
+                    break
+                raise RunError(f"{self.metrics}, line {number} is not JSON") from error
+            if not isinstance(record, dict) or not isinstance(record.get("epoch"), int):
+                raise RunError(f"{self.metrics}, line {number} is not a record of an epoch")
+            records.append(record)
+        return records
 
     def keep_records(self, epochs: int) -> None:
         """Drop the records after so many epochs, which a resumed run repeats."""
@@ -137,27 +139,6 @@ class Run:
             file.write(_line(record))
             file.flush()
             os.fsync(file.fileno())
-
-
-def read_metrics(path: Path) -> list[Record]:
-    """The records in a ``metrics.jsonl``, without an incomplete last line."""
-    if not path.exists():
-        return []
-    records = []
-    lines = path.read_text(errors="replace").split("\n")
-    for number, line in enumerate(lines):
-        if not line:
-            continue
-        try:
-            record = parse_json(line)
-        except ValueError as error:
-            if number == len(lines) - 1:
-                break
-            raise RunError(f"{path}, line {number + 1} is not JSON") from error
-        if not isinstance(record, dict) or not isinstance(record.get("epoch"), int):
-            raise RunError(f"{path}, line {number + 1} is not a record of an epoch")
-        records.append(record)
-    return records
 
 
 def check_same(ours: Recipe, theirs: Recipe, place: Path) -> None:
@@ -189,20 +170,13 @@ def check_records(path: Path, records: Sequence[Record], epochs: int, first_line
             raise RunError(f"{where} goes on after the run diverged")
         for name in ("epoch", "seconds") if record.get("diverged") else _NUMBERS:
             value: Any = record.get(name)
-            if not _is_finite(value):
+            if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
                 raise RunError(f"{where} has no finite number for {name}")
             if value < 0 or (name.endswith("accuracy") and value > 1):
                 raise RunError(f"{where} has {value} for {name}, which is impossible")
         memory = record.get("peak_memory")
         if memory is not None and (type(memory) is not int or memory < 0):
             raise RunError(f"{where} has {memory!r} for peak_memory, which is impossible")
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
-        return False
 
 
 def _pretty(value: Any) -> bytes:
