@@ -33,7 +33,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
         # Between the two renames only the previous checkpoint exists; a reader then finds that one.
         with written(path, contents) as temporary:
             if path.exists():
-                os.replace(path, _previous(path))
+                os.replace(path, f"{path}.previous")
             os.replace(temporary, path)
     except OSError as error:
         raise CheckpointError(
@@ -59,56 +59,49 @@ def load_checkpoint(path: Path, use: Callable[[dict[str, Any]], object] = lambda
         use: applies the state. If it raises an error, the previous checkpoint is tried.
     """
     problems: list[str] = []
-    for candidate in (path, _previous(path)):
-        if candidate.exists():
-            state = _used(candidate, use, problems)
-            if state is not None:
-                return Loaded(state, f"{problems[0]}: using the previous one" if problems else None)
+    for candidate in (path, Path(f"{path}.previous")):
+        if not candidate.exists():
+            continue
+        try:
+            state = _read(candidate)
+            use(state)
+        except CheckpointError as error:
+            problems.append(f"{candidate} {error}")
+        except Failure:  # the state is fine, but something else is wrong
+            raise
+        except Exception as error:  # a state with unexpected content can raise anything
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            problems.append(f"{candidate} does not fit this run ({reason})")
+        else:
+            return Loaded(state, f"{problems[0]}: using the previous one" if problems else None)
     if problems:
         raise CheckpointError("; ".join(problems))
-    return None
-
-
-def _used(path: Path, use: Callable[[dict[str, Any]], object], problems: list[str]) -> dict[str, Any] | None:
-    try:
-        state = _read(path)
-        use(state)
-    except CheckpointError as error:
-        problems.append(str(error))
-    except Failure:  # the state is fine, but something else is wrong
-        raise
-    except Exception as error:  # a state with unexpected content can raise anything
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        problems.append(f"{path} does not fit this run ({reason})")
-    else:
-        return state
     return None
 
 
 def set_aside(path: Path) -> None:
     """Rename a damaged checkpoint. Otherwise the next save would keep it as the previous one."""
     if path.exists():
-        os.replace(path, path.with_name(path.name + ".damaged"))
+        os.replace(path, f"{path}.damaged")
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """The state in a file. The message of a CheckpointError follows the name of the file."""
     try:
         contents = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+        raise CheckpointError(f"cannot be read ({error.strerror})") from error
     if not contents.startswith(_MAGIC):
-        raise CheckpointError(f"{path} is not a checkpoint of balnorm")
+        raise CheckpointError("is not a checkpoint of balnorm")
     digest, _, payload = contents[len(_MAGIC) :].partition(b"\n")
     if hashlib.sha256(payload).hexdigest().encode() != digest:
-        raise CheckpointError(f"{path} is truncated or damaged")
+        raise CheckpointError("is truncated or damaged")
     try:
         state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
     except Exception as error:  # a prepared file can make the unpickler raise anything
-        raise CheckpointError(
-            f"{path} contains something other than tensors and numbers, and was not loaded"
-        ) from error
+        raise CheckpointError("contains something other than tensors and numbers, and was not loaded") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} is not a checkpoint of balnorm")
+        raise CheckpointError("is not a checkpoint of balnorm")
     return _renewed(state)
 
 
@@ -120,7 +113,3 @@ def _renewed(state: dict[str, Any]) -> dict[str, Any]:
         position["diverged"] = bool(ended and position["epoch"] < state["recipe"]["epochs"])
         state.setdefault("images", None)
     return state
-
-
-def _previous(path: Path) -> Path:
-    return path.with_name(path.name + ".previous")
