@@ -41,8 +41,6 @@ class Processes:
 
     def any(self, *values: bool) -> list[bool]:
         """For each value, whether it is true in any process."""
-        if self.world == 1:
-            return list(values)
         return [count > 0 for count in self.sum(torch.tensor(values, dtype=torch.float32, device=self.device)).tolist()]
 
     def share_buffers(self, module: nn.Module) -> None:
@@ -61,20 +59,19 @@ class Processes:
 def processes(device: str | None = None) -> Iterator[Processes]:
     """Connect the processes that torchrun started (nccl on GPUs, gloo elsewhere); otherwise, just this one."""
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    place = _place(device, local, world)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    team = Processes(rank, world, _place(device, int(os.environ.get("LOCAL_RANK", "0")), world))
+    if team.device.type == "cuda":
+        torch.cuda.set_device(team.device)
     if world == 1:
-        yield Processes(0, 1, place)
+        yield team
         return
     # torchrun keeps its store over a restart, where the addresses of the processes before would still be found.
     store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
     store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    backend = "nccl" if place.type == "cuda" else "gloo"
+    backend = "nccl" if team.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_PATIENCE)
     try:
-        yield Processes(rank, world, place)
+        yield team
     finally:
         dist.destroy_process_group()
 
@@ -82,23 +79,22 @@ def processes(device: str | None = None) -> Iterator[Processes]:
 def _place(device: str | None, local: int, world: int) -> torch.device:
     """The requested device, or a GPU if there is one. Each process on a machine gets its own."""
     if device is None:
-        return torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         place = torch.device(device)
     except RuntimeError:
         raise ValueError(f"device must be something like cpu, cuda or cuda:1, got {device!r}") from None
     if place.type == "meta":
         raise ValueError("device 'meta' holds no numbers: it must be something like cpu, cuda or cuda:1")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} is not available: torch sees no GPU")
+    if place.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device {device!r} is not available: torch sees no GPU")
+        if place.index is not None and world > 1:
+            raise ValueError(f"give device cuda, not {device!r}, for several processes: each takes its own GPU")
+        place = torch.device("cuda", local) if place.index is None else place
     try:
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).split("\n")[0]
         raise ValueError(f"device {device!r} is not available ({reason})") from None
-    if place.type == "cuda":
-        if place.index is None:
-            return torch.device("cuda", local)
-        if world > 1:
-            raise ValueError(f"give device cuda, not {device!r}, for several processes: each takes its own GPU")
     return place
