@@ -317,7 +317,7 @@ def bench(options: Bench) -> None:
     from balnorm.training.processes import processes
     from balnorm.training.processor import check_precision
 
-    (channels, size, _), classes = image_shape(recipe)
+    channels, size, classes = image_shape(recipe)
     with processes(bench_options.device) as team:
         device = team.device
     check_precision(recipe.precision, device.type)

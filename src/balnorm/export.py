@@ -64,7 +64,7 @@ def _network(state: Mapping[str, Any]) -> tuple[Recipe, ImageSpec, nn.Module]:
         weights = {name.removeprefix("module."): value for name, value in averaged if name.startswith("module.")}
     if state["images"] is None:  # from before version 0.2: the classifier has as many rows as there are classes
         classes = [value for value in weights.values() if value.dim() == 2][-1].shape[0]
-        (channels, size, _), _ = image_shape(recipe)
+        channels, size, _ = image_shape(recipe)
         images = ImageSpec(channels, size, ("",) * classes, (), (), (0, 0))
     else:
         images = ImageSpec(**state["images"])
