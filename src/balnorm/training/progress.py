@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import Any
 
 from balnorm.console import say
@@ -24,25 +23,19 @@ class Progress:
     def __init__(self, title: str, epochs: int, show: bool = True) -> None:
         self.title, self.epochs, self.show = title, epochs, show
         self.bar: Any = None
-        self.task: Any = None
         self.last = 0.0
 
     def __enter__(self) -> Progress:
         if self.show and sys.stdout.isatty():
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-            columns = (
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[note]}"),
-                TimeRemainingColumn(),
-                TextColumn("left"),
-            )
-            self.bar = Progress(*columns)
+            left = TimeRemainingColumn(), "left"
+            self.bar = Progress("[bold]{task.description}", BarColumn(bar_width=20), "{task.fields[note]}", *left)
+            self.task = self.bar.add_task(self.title, note="", visible=False)
             self.bar.start()
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.stop()
 
@@ -54,9 +47,8 @@ class Progress:
         self.last = now
         note = f"epoch {epoch + 1}/{self.epochs}  loss {loss:.3f}  accuracy {accuracy:.1%}"
         note += f"  {images_per_second:,.0f} images/s"
-        if self.task is None:
-            self.task = self.bar.add_task(self.title, total=self.epochs * steps, note=note)
-        self.bar.update(self.task, completed=epoch * steps + step, note=note)
+        completed, total = epoch * steps + step, self.epochs * steps
+        self.bar.update(self.task, completed=completed, total=total, note=note, visible=True)
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Report a finished epoch."""
@@ -71,9 +63,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        if not self.show:
-            return
         if self.bar is not None:
             self.bar.console.print(text, highlight=False, markup=False)
-        else:
+        elif self.show:
             say(text)
