@@ -67,17 +67,20 @@ class Learner:
 
     def step(self, images: Tensor, labels: Tensor, epoch: int = 0, step: int = 0) -> tuple[Tensor, Tensor]:
         """Forward pass, backward pass and optimiser step. Returns scores and loss."""
-        recipe = self.recipe
-        blend = self.draw_blend(len(labels), epoch, step)
-        mixing = contextlib.nullcontext() if self.mixup is None or blend is None else self.mixup.active(blend)
-        with mixing, autocast(recipe, self.team.device):
+        blend = None
+        mixing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.mixup is not None:
+            source = generator(self.recipe.seed, epoch, _MIXUP, step, self.team.rank)
+            blend = self.mixup.draw(len(labels), source, self.team.device)
+            mixing = self.mixup.active(blend)
+        with mixing, autocast(self.recipe, self.team.device):
             scores = self.forward(images)
         loss = self.loss(scores.float(), labels, blend)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        if recipe.clip_norm is not None:
+        if self.recipe.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip_norm)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.averaged is not None:
@@ -85,25 +88,23 @@ class Learner:
         return scores.detach(), loss.detach()
 
     def loss(self, scores: Tensor, labels: Tensor, blend: Blend | None) -> Tensor:
-        if blend is not None:
-            return soft_cross_entropy(scores, blend.targets(labels, len(self.images.classes)), self.recipe.loss)
-        if self.recipe.loss == "bce":
-            return soft_cross_entropy(scores, F.one_hot(labels, len(self.images.classes)).float(), "bce")
-        return F.cross_entropy(scores, labels, label_smoothing=self.recipe.label_smoothing)
-
-    def draw_blend(self, size: int, epoch: int, step: int) -> Blend | None:
-        if self.mixup is None:
-            return None
-        key = (self.recipe.seed, epoch, _MIXUP, step, self.team.rank)
-        return self.mixup.draw(size, generator(*key), self.team.device)
+        if blend is None and self.recipe.loss == "cross_entropy":
+            return F.cross_entropy(scores, labels, label_smoothing=self.recipe.label_smoothing)
+        classes = len(self.images.classes)
+        targets = F.one_hot(labels, classes).float() if blend is None else blend.targets(labels, classes)
+        return soft_cross_entropy(scores, targets, self.recipe.loss)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Loss and accuracy on the test set. Each image counts once, however many processes there are."""
         model = self.model
         if self.averaged is not None:
+            # An average of the statistics on the way does not fit averaged weights. Batch renormalisation and mean-only
+            # BatchNorm, which neither function knows, keep it nevertheless.
             model = self.averaged
-            renew_statistics(model, [images for images, _ in itertools.islice(self.train_loader.epoch(), _RENEWAL)])
+            batches = [images for images, _ in itertools.islice(self.train_loader.epoch(), _RENEWAL)]
+            update_bn(batches, model)
+            update_stats(batches, model)
         self.team.share_buffers(model)
         model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.team.device)
@@ -143,14 +144,13 @@ def make_model(recipe: Recipe, team: Processes, images: ImageSpec) -> nn.Module:
     """The network, on its device, in channels_last."""
     options = {"in_channels": images.channels, **recipe.model_options()}
     model = create_model(recipe.model, recipe.norm, len(images.classes), **options)
-    if recipe.sync_stats:
-        if get_norm(recipe.norm).sync == "torch":
-            if team.device.type == "cpu":
-                raise ValueError("sync_stats for batchnorm is torch's SyncBatchNorm, which needs GPUs")
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        for module in model.modules():
-            if isinstance(module, BalNormLayer):
-                module.sync_stats = True
+    if recipe.sync_stats and get_norm(recipe.norm).sync == "torch":
+        if team.device.type == "cpu":
+            raise ValueError("sync_stats for batchnorm is torch's SyncBatchNorm, which needs GPUs")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    for module in model.modules():
+        if isinstance(module, BalNormLayer):
+            module.sync_stats = recipe.sync_stats
     return model.to(team.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
@@ -160,15 +160,6 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=recipe.lr)
     return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum)
-
-
-def renew_statistics(model: nn.Module, batches: list[Tensor]) -> None:
-    """Estimate the statistics of averaged weights anew: an average of the statistics on the way does not fit them.
-
-    Those of balanced layers and BatchNorms: batch renormalisation and mean-only BatchNorm keep the average.
-    """
-    update_bn(batches, model)
-    update_stats(batches, model)
 
 
 def set_rates(group: dict[str, Any], rate: Rates) -> None:
@@ -184,7 +175,7 @@ def autocast(recipe: Recipe, device: torch.device) -> contextlib.AbstractContext
     """A context that applies the recipe's precision."""
     if recipe.precision == "float32":
         return contextlib.nullcontext()
-    return torch.autocast(device.type, {"bfloat16": torch.bfloat16, "float16": torch.float16}[recipe.precision])
+    return torch.autocast(device.type, getattr(torch, recipe.precision))
 
 
 def sums_of(loss: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
