@@ -93,24 +93,22 @@ class Position:
             raise ValueError("its sums are not those of an epoch")
 
 
+@dataclass
 class Trainer:
     """The state of a run and its loop."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        run: Run,
-        team: Processes,
-        progress: Progress,
-        root: Path,
-        checkpoint_steps: int | None,
-        checkpoint_minutes: float | None,
-    ) -> None:
-        self.recipe, self.run, self.team, self.progress = recipe, run, team, progress
-        self.checkpoint_steps, self.checkpoint_minutes = checkpoint_steps, checkpoint_minutes
-        self.learner = Learner(recipe, team, root)
+    recipe: Recipe
+    run: Run
+    team: Processes
+    progress: Progress
+    root: Path
+    checkpoint_steps: int | None
+    checkpoint_minutes: float | None
+    interrupted: bool = False
+
+    def __post_init__(self) -> None:
+        self.learner = Learner(self.recipe, self.team, self.root)
         self.at = self.start_of(0)
-        self.interrupted = False
 
     def start_of(self, epoch: int, diverged: bool = False) -> Position:
         return Position(epoch, torch.zeros(3, dtype=torch.float64, device=self.team.device), diverged=diverged)
@@ -118,10 +116,6 @@ class Trainer:
     @property
     def finished(self) -> bool:
         return self.at.diverged or self.at.epoch == self.recipe.epochs
-
-    # ----------------------------------------------------------------------------------------------------------------
-    # The loop
-    # ----------------------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
         if not self.resume():
@@ -133,16 +127,14 @@ class Trainer:
         with self.tensorboard() as curves, self.noticing_interrupts():
             while not self.finished:
                 started = time.perf_counter()
-                alive = self.train_epoch(started)
-                record: dict[str, Any] = {"epoch": self.at.epoch + 1}
-                if alive:
-                    record |= self.summary() | self.learner.evaluate()
-                    alive = math.isfinite(record["test_loss"])
-                if not alive:
-                    record = {"epoch": self.at.epoch + 1, "diverged": True}
-                record |= {"seconds": round(self.at.seconds + time.perf_counter() - started, 3)}
-                record |= {"peak_memory": peak_memory(self.team.device)}
-                self.at = self.start_of(self.at.epoch + 1, diverged=not alive)
+                metrics = self.train_epoch(started)
+                if metrics:
+                    metrics |= self.learner.evaluate()
+                diverged = not math.isfinite(metrics.get("test_loss", math.nan))
+                record: dict[str, Any] = {"epoch": self.at.epoch + 1, **({"diverged": True} if diverged else metrics)}
+                record["seconds"] = round(self.at.seconds + time.perf_counter() - started, 3)
+                record["peak_memory"] = peak_memory(self.team.device)
+                self.at = self.start_of(self.at.epoch + 1, diverged)
                 if self.team.first:
                     self.run.add_record(record)
                     for name in ("lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy"):
@@ -151,77 +143,60 @@ class Trainer:
                 self.save()
                 self.progress.epoch(record)
 
-    def train_epoch(self, started: float) -> bool:
-        """Train to the end of the current epoch. Returns whether the loss is finite."""
-        loader = self.learner.train_loader
-        steps = len(loader)
+    def train_epoch(self, started: float) -> dict[str, float]:
+        """Train to the end of the current epoch. Returns its metrics, or none if the loss is not finite."""
+        at, loader = self.at, self.learner.train_loader
+        steps, first, saved = len(loader), at.step, started
+        minutes = math.inf if self.checkpoint_minutes is None else self.checkpoint_minutes
         self.learner.forward.train()
-        saved, first = time.monotonic(), self.at.step
-        for images, labels in loader.epoch(self.at.epoch, self.at.step):
-            self.learner.follow_schedule(self.at.epoch + self.at.step / steps)
-            scores, loss = self.learner.step(images, labels, self.at.epoch, self.at.step)
-            self.at.sums += sums_of(loss * len(labels), scores, labels)
-            self.at.step += 1
-            if self.at.step % _LOOK_UP == 0 or self.at.step == steps:  # otherwise do not wait for the device
-                minutes = (time.monotonic() - saved) / 60
-                late = self.checkpoint_minutes is not None and minutes > self.checkpoint_minutes
-                diverged = not bool(self.at.sums.isfinite().all())
-                diverged, interrupted, late = self.team.any(diverged, self.interrupted, late)
+        for images, labels in loader.epoch(at.epoch, at.step):
+            self.learner.follow_schedule(at.epoch + at.step / steps)
+            scores, loss = self.learner.step(images, labels, at.epoch, at.step)
+            at.sums += sums_of(loss * len(labels), scores, labels)
+            at.step += 1
+            due, interrupted = at.step % (self.checkpoint_steps or math.inf) == 0, False
+            if at.step % _LOOK_UP == 0 or at.step == steps:  # otherwise do not wait for the device
+                diverged, now = not bool(at.sums.isfinite().all()), time.perf_counter()
+                diverged, interrupted, late = self.team.any(diverged, self.interrupted, now - saved > 60 * minutes)
                 if diverged:
-                    return False
-                if interrupted:
-                    self.save(time.perf_counter() - started)
-                    raise Stopped(f"stopped and saved in {self.run.folder}: repeat the command to resume")
-                if late:
-                    self.save(time.perf_counter() - started)
-                    saved = time.monotonic()
-                images_seen = (self.at.step - first) * self.recipe.batch_size * self.team.world
-                speed = images_seen / (time.perf_counter() - started)
-                loss_sum, right, count = self.at.sums.tolist()
-                self.progress.step(self.at.epoch, self.at.step, steps, loss_sum / count, right / count, speed)
-            if self.checkpoint_steps is not None and self.at.step % self.checkpoint_steps == 0:
-                self.save(time.perf_counter() - started)
-        return True
-
-    def summary(self) -> dict[str, float]:
-        """The training metrics of the epoch."""
-        loss, right, count = self.team.sum(self.at.sums).tolist()
-        rate = rates(self.recipe, self.at.epoch)
-        return {"lr": rate.lr, "momentum": rate.momentum, "train_loss": loss / count, "train_accuracy": right / count}
-
-    # ----------------------------------------------------------------------------------------------------------------
-    # Saving and going on
-    # ----------------------------------------------------------------------------------------------------------------
+                    return {}
+                due = due or interrupted or late
+                speed = (at.step - first) * self.recipe.batch_size * self.team.world / (now - started)
+                total, right, count = at.sums.tolist()
+                self.progress.step(at.epoch, at.step, steps, total / count, right / count, speed)
+            if due:
+                saved = time.perf_counter()
+                self.save(saved - started)
+            if interrupted:
+                raise Stopped(f"stopped and saved in {self.run.folder}: repeat the command to resume")
+        total, right, count = self.team.sum(at.sums).tolist()
+        metrics = {"train_loss": total / count, "train_accuracy": right / count}
+        return rates(self.recipe, at.epoch)._asdict() | metrics
 
     def save(self, seconds: float = 0.0) -> None:
         """Write the checkpoint. It holds the sums of all processes, which the first one then continues."""
         sums = self.team.sum(self.at.sums).cpu()
-        if not self.team.first:
-            return
-        save_checkpoint(
-            self.run.checkpoint,
-            {
+        if self.team.first:
+            state = {
                 "recipe": {**asdict(self.recipe), "drops": list(self.recipe.drops)},
                 "images": asdict(self.learner.images),
                 "world": self.team.world,
                 "position": {**vars(self.at), "seconds": self.at.seconds + seconds, "sums": sums},
-                **self.learner.state(),
-            },
-        )
+            }
+            save_checkpoint(self.run.checkpoint, state | self.learner.state())
 
     def resume(self) -> bool:
         """Load the folder's checkpoint. Returns whether there is one."""
+        folder = self.run.folder
         try:
             found = load_checkpoint(self.run.checkpoint, self.take_up)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}: move {self.run.folder} away to start again") from error
+            raise CheckpointError(f"{error}: move {folder} away to start again") from error
         records = len(self.run.records())
         if found is None and records > 1:
-            raise RunError(
-                f"{self.run.folder} has results but no checkpoint to resume from: move it away to start again"
-            )
+            raise RunError(f"{folder} has results but no checkpoint to resume from: move it away to start again")
         if records < self.at.epoch:
-            raise RunError(f"{self.run.metrics} lacks finished epochs: move {self.run.folder} away to start again")
+            raise RunError(f"{self.run.metrics} lacks finished epochs: move {folder} away to start again")
         self.team.wait()  # until all have read what the first may overwrite
         if self.team.first:
             self.run.note_environment(world=self.team.world, device=str(self.team.device), resumed=found is not None)
@@ -233,7 +208,7 @@ class Trainer:
             if self.team.first:
                 set_aside(self.run.checkpoint)
         if not self.finished:
-            self.progress.say(f"resuming {self.run.folder} at epoch {self.at.epoch + 1}, step {self.at.step}")
+            self.progress.say(f"resuming {folder} at epoch {self.at.epoch + 1}, step {self.at.step}")
         return True
 
     def take_up(self, state: dict[str, Any]) -> None:
@@ -242,18 +217,15 @@ class Trainer:
             raise ValueError("its contents differ")
         if Recipe.from_dict(state["recipe"]) != self.recipe:  # fields that came later have their defaults
             raise ValueError("its recipe differs")
+        folder, world = self.run.folder, state["world"]
         if state["images"] is not None and (changed := self.learner.images.changes(state["images"])):
-            raise RunError(f"the images are not those that {self.run.folder} was started with: {changed}")
-        if state["world"] != self.team.world:
-            raise RunError(
-                f"{self.run.folder} was started with {state['world']} processes and cannot resume with "
-                f"{self.team.world}"
-            )
+            raise RunError(f"the images are not those that {folder} was started with: {changed}")
+        if world != self.team.world:
+            raise RunError(f"{folder} was started with {world} processes and cannot resume with {self.team.world}")
         at = Position(**state["position"])
         at.check(self.recipe.epochs, len(self.learner.train_loader))
         self.learner.load(state)
-        share = 1.0 if self.team.first else 0.0  # the first process continues the sums of all
-        at.sums = at.sums.to(self.team.device) * share
+        at.sums = at.sums.to(self.team.device) * self.team.first  # which continues the sums of all
         self.at = at
 
     @contextlib.contextmanager
@@ -274,15 +246,9 @@ class Trainer:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    @contextlib.contextmanager
-    def tensorboard(self) -> Iterator[Any]:
+    def tensorboard(self) -> contextlib.AbstractContextManager[Any]:
         if not self.team.first:
-            yield None
-            return
+            return contextlib.nullcontext()
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(self.run.tensorboard), purge_step=self.at.epoch + 1)
-        try:
-            yield writer
-        finally:
-            writer.close()
+        return SummaryWriter(str(self.run.tensorboard), purge_step=self.at.epoch + 1)
