@@ -41,20 +41,14 @@ _LEVELS = {
     "SSE41": "sse4_1",
 }
 
-# What a processor ends a process with, and glibc (SIGABRT) when it finds its memory overwritten.
-_DEADLY = [
-    getattr(signal, name)
-    for name in ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGABRT")
-    if hasattr(signal, name)  # not everywhere
-]
+# What a processor ends a process with, and glibc (SIGABRT) when it finds its memory overwritten; some systems lack some.
+_DEADLY = [getattr(signal, name, None) for name in ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGABRT")]
 
 _PROGRAM = """
-import os, sys
-try:
+import contextlib, os, sys
+with contextlib.suppress(ImportError, ValueError):
     import resource
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # if it dies, then without a file to remember it by
-except (ImportError, ValueError):
-    pass
 import torch
 from torch import nn
 torch.set_num_threads(1)
@@ -65,10 +59,8 @@ for precision in sys.argv[1:]:
         for stride in (1, 2):
             image = torch.rand(4, channels, *[9] * (1 if kind is nn.Conv1d else 2), dtype=dtype, requires_grad=True)
             layer = kind(channels, out, 3, stride=stride, padding=1).to(dtype)
-            try:
+            with contextlib.suppress(RuntimeError):  # a torch that cannot do it says so, and lives
                 layer(image).sum().backward()
-            except RuntimeError:  # a torch that cannot do it says so, and lives
-                pass
 if "float32" in sys.argv:
     for channels in [3, 4, 5, 6] * 50:  # more than once: memory that is overwritten need not matter at once
         for size in (8, 16):
@@ -125,9 +117,8 @@ def caps(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
 def check_precision(precision: str, device: str | None) -> None:
     """Raise a ProcessorError that names the remedy if training in this precision would crash the process.
 
-    Args:
-        precision: a recipe's; float32 is not tried, because its defect is one of networks narrower than the recipes'.
-        device: to train on; ``None`` takes a GPU if there is one. Only a CPU is tried.
+    Tries only a CPU (``None`` takes a GPU if there is one), and never float32, whose defect is one of networks narrower
+    than the recipes'.
     """
     if precision == "float32":
         return
