@@ -58,22 +58,22 @@ class Processes:
 @contextmanager
 def processes(device: str | None = None) -> Iterator[Processes]:
     """Connect the processes that torchrun started (nccl on GPUs, gloo elsewhere); otherwise, just this one."""
-    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    team = Processes(rank, world, _place(device, int(os.environ.get("LOCAL_RANK", "0")), world))
+    world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    rank = int(os.environ.get("RANK", "0")) if world > 1 else 0
+    team = Processes(rank, world, _place(device, local, world))
     if team.device.type == "cuda":
         torch.cuda.set_device(team.device)
-    if world == 1:
-        yield team
-        return
-    # torchrun keeps its store over a restart, where the addresses of the processes before would still be found.
-    store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
-    store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    backend = "nccl" if team.device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_PATIENCE)
+    if world > 1:
+        # torchrun keeps its store over a restart, where the addresses of the processes before would still be found.
+        store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
+        store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        backend = "nccl" if team.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_PATIENCE)
     try:
         yield team
     finally:
-        dist.destroy_process_group()
+        if world > 1:
+            dist.destroy_process_group()
 
 
 def _place(device: str | None, local: int, world: int) -> torch.device:

@@ -67,14 +67,13 @@ class Run:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Lock the folder against training by other processes, if the system supports it."""
-        try:
-            import fcntl
-        except ImportError:
-            yield
-            return
         with self.config.open() as file:
             try:
+                import fcntl
+
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except ImportError:  # not on Windows
+                pass
             except OSError:
                 raise RunBusyError(f"{self.folder} is being trained by another process") from None
             yield
@@ -170,7 +169,7 @@ def check_records(path: Path, records: Sequence[Record], epochs: int, first_line
             raise RunError(f"{where} goes on after the run diverged")
         for name in ("epoch", "seconds") if record.get("diverged") else _NUMBERS:
             value: Any = record.get(name)
-            if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+            if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:  # a whole number may be larger
                 raise RunError(f"{where} has no finite number for {name}")
             if value < 0 or (name.endswith("accuracy") and value > 1):
                 raise RunError(f"{where} has {value} for {name}, which is impossible")

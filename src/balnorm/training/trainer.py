@@ -231,20 +231,17 @@ class Trainer:
     @contextlib.contextmanager
     def noticing_interrupts(self) -> Iterator[None]:
         """Respond to Ctrl-C after a few steps, and to a second one at once."""
+        before = signal.getsignal(signal.SIGINT)
 
         def notice(*_: object) -> None:
             self.interrupted = True
             signal.signal(signal.SIGINT, before)
 
-        try:
-            before = signal.signal(signal.SIGINT, notice)
-        except ValueError:  # not the main thread: somebody else's to handle
+        with contextlib.ExitStack() as afterwards:
+            with contextlib.suppress(ValueError):  # not the main thread: somebody else's to handle
+                signal.signal(signal.SIGINT, notice)
+                afterwards.callback(signal.signal, signal.SIGINT, before)
             yield
-            return
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     def tensorboard(self) -> contextlib.AbstractContextManager[Any]:
         if not self.team.first:
