@@ -52,11 +52,8 @@ class Loaded(NamedTuple):
 def load_checkpoint(path: Path, use: Callable[[dict[str, Any]], object] = lambda _: None) -> Loaded | None:
     """Load the state in ``path``, or the previous one if that is damaged; ``None`` if there is neither.
 
-    Nothing in a file is executed. Raises a :class:`CheckpointError` if there are files but none is usable.
-
-    Args:
-        path: the file.
-        use: applies the state. If it raises an error, the previous checkpoint is tried.
+    ``use`` applies a state; if it raises an error, the previous checkpoint is tried. Nothing in a file is executed.
+    Raises a :class:`CheckpointError` if there are files but none is usable.
     """
     problems: list[str] = []
     for candidate in (path, Path(f"{path}.previous")):

@@ -14,10 +14,7 @@ __all__ = ["Progress"]
 class Progress:
     """Shows the steps of an epoch as they happen, and a line for each finished epoch.
 
-    Args:
-        title: the run's title.
-        epochs: how many there are.
-        show: whether to show anything; only the first of several processes does.
+    Of several processes, the first one does; the others have ``show=False``.
     """
 
     def __init__(self, title: str, epochs: int, show: bool = True) -> None:
