@@ -106,7 +106,6 @@ def _renewed(state: dict[str, Any]) -> dict[str, Any]:
     """Convert a state from before version 0.2, which records whether the run has ended, but not its images."""
     position = state.get("position")
     if isinstance(position, dict) and "finished" in position:
-        ended = position.pop("finished")
-        position["diverged"] = bool(ended and position["epoch"] < state["recipe"]["epochs"])
+        position["diverged"] = bool(position.pop("finished") and position["epoch"] < state["recipe"]["epochs"])
         state.setdefault("images", None)
     return state

@@ -41,7 +41,8 @@ _LEVELS = {
     "SSE41": "sse4_1",
 }
 
-# What a processor ends a process with, and glibc (SIGABRT) when it finds its memory overwritten; some systems lack some.
+# What a processor ends a process with, and glibc (SIGABRT) when it finds its memory overwritten. Not all systems
+# have all of them.
 _DEADLY = [getattr(signal, name, None) for name in ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGABRT")]
 
 _PROGRAM = """

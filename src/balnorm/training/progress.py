@@ -36,14 +36,13 @@ class Progress:
         if self.bar is not None:
             self.bar.stop()
 
-    def step(self, epoch: int, step: int, steps: int, loss: float, accuracy: float, images_per_second: float) -> None:
-        """Report a finished step; the bar is updated at most ten times a second."""
+    def step(self, epoch: int, step: int, steps: int, loss: float, accuracy: float, speed: float) -> None:
+        """Report a finished step, with the speed in images per second. Updates the bar at most ten times a second."""
         now = time.monotonic()
         if self.bar is None or now - self.last < 0.1:
             return
         self.last = now
-        note = f"epoch {epoch + 1}/{self.epochs}  loss {loss:.3f}  accuracy {accuracy:.1%}"
-        note += f"  {images_per_second:,.0f} images/s"
+        note = f"epoch {epoch + 1}/{self.epochs}  loss {loss:.3f}  accuracy {accuracy:.1%}  {speed:,.0f} images/s"
         completed, total = epoch * steps + step, self.epochs * steps
         self.bar.update(self.task, completed=completed, total=total, note=note, visible=True)
 
