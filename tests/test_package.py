@@ -171,6 +171,23 @@ def test_the_tutorial_runs(tmp_path):
     assert float(re.search(r"folded: Conv2d, largest difference (\S+)", done.stdout)[1]) < 1e-4
 
 
+@pytest.mark.slow
+def test_the_example_of_a_trained_network_runs(tmp_path):
+    from balnorm.cli import main
+
+    main(["train", "digits", "--norm", "batchnorm", "--width", "8", "--epochs", "4", "--out", str(tmp_path / "run")])
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "convert_trained.py"), str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^(.*?) +([\d.]+)   one epoch more: +([\d.]+)$", done.stdout, re.MULTILINE)
+    accuracies = {name: (float(now), float(later)) for name, now, later in found}
+    masses = [f"{mass} mass, {how}" for mass in ("channel", "position") for how in ("statistics", "calibrated")]
+    assert list(accuracies) == ["batchnorm", *masses]
+    assert accuracies["batchnorm"][0] - accuracies["channel mass, calibrated"][0] < 15
+    assert all(later > 80 for _, later in accuracies.values())
+
+
 @pytest.mark.parametrize(
     "document",
     [
