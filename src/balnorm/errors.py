@@ -1,6 +1,6 @@
 """How a command can end other than in success. This module imports nothing, so that the command line starts fast."""
 
-__all__ = ["Failure", "Stopped", "sentence"]
+__all__ = ["Failure", "Stopped", "one_line", "sentence"]
 
 
 class Failure(Exception):  # noqa: N818  # its subclasses say of what
@@ -16,3 +16,8 @@ def sentence(error: BaseException | None) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without line breaks, or the error's name if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -23,7 +23,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from balnorm.errors import Failure, Stopped
+from balnorm.errors import Failure, Stopped, one_line
 from balnorm.study.results import Result
 from balnorm.training.config import Recipe
 from balnorm.training.processor import ProcessorError, check_precision, remedy_after
@@ -105,7 +105,7 @@ def execute(folder: Path, recipe: Recipe, resources: Resources) -> End:
         return _STOPPED
     except Exception as error:  # any error ends this run, but not the study
         run.keep_failure(recipe, traceback.format_exc())
-        return "failed", " ".join(f"{error}".split()) or type(error).__name__
+        return "failed", one_line(error)
     return "finished", ""
 
 

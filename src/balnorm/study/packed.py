@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal, get_origin, get_type_hints
 
+from balnorm.errors import one_line
 from balnorm.training.config import Recipe
 from balnorm.training.files import parse_json, write_atomically
 from balnorm.training.run import Record, RunError, check_records, state_after
@@ -76,13 +77,11 @@ def read_packed(folder: Path) -> Packed:
     path = folder / STUDY
     try:
         study = _check_study(parse_json(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read ({_reason(error)})") from error
-    path = folder / METRICS
-    try:
+        path = folder / METRICS
         runs = _read_csv(path, study["recipe"], list(study["varies"]))
     except (OSError, ValueError, csv.Error) as error:
-        raise RunError(f"{path} cannot be read ({_reason(error)})") from error
+        reason = getattr(error, "strerror", None) or one_line(error)  # an OSError would name the path again
+        raise RunError(f"{path} cannot be read ({reason})") from error
     if len(runs) != study["runs"] or _varies(runs) != study["varies"]:
         raise RunError(f"{path} does not hold the {study['runs']} runs that {STUDY} beside it lists")
     return Packed(runs, tuple(study["commands"]), tuple(study["environments"]))
@@ -231,9 +230,3 @@ def _is_text(name: str) -> bool:
     """Whether a recipe's field holds text, which is written without quotes."""
     kind = get_type_hints(Recipe)[name]
     return kind is str or get_origin(kind) is Literal
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    return " ".join(str(error).split())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from balnorm.errors import one_line
 from balnorm.norms import NORMS
 from balnorm.study.figures import Figure, figures
 from balnorm.study.plots import FORMATS, figure_files
@@ -110,7 +111,7 @@ def _drawn(figure: Figure, formats: Sequence[str], problems: list[str]) -> dict[
     try:
         return figure_files(figure, formats)
     except Exception as error:  # whatever matplotlib raises, the page draws the figure too
-        problems.append(f"{figure.key} could not be drawn ({' '.join(str(error).split())[:200]})")
+        problems.append(f"{figure.key} could not be drawn ({one_line(error)[:200]})")
         return {}
 
 

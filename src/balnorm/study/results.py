@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from balnorm.errors import one_line
 from balnorm.norms import NORMS
 from balnorm.study.packed import METRICS, STUDY, Packed, Records, command_line, read_packed
 from balnorm.training.config import Recipe
@@ -78,7 +79,7 @@ class Result:
         try:
             state, lines = Run(self.folder).progress(self.recipe.epochs)
         except (RunError, OSError) as error:
-            return replace(self, state="failed", lines=(), reason=_one_line(error))
+            return replace(self, state="failed", lines=(), reason=one_line(error))
         return replace(self, state=state, lines=tuple(lines), reason="")
 
 
@@ -184,7 +185,7 @@ class _Reader:
         try:
             yield
         except RunError as error:
-            self.problems.append(f"{_one_line(error)}: left out")
+            self.problems.append(f"{one_line(error)}: left out")
 
     def _walk(self, folder: Path) -> Iterator[tuple[Path, set[str]]]:
         """Every folder, including linked ones, once."""
@@ -288,7 +289,3 @@ def _last_line(path: Path) -> str:
         return (path.read_text(errors="replace").strip().splitlines() or ["for no reason given"])[-1]
     except OSError as error:
         return str(error)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
