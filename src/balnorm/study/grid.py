@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from balnorm.study.packed import STUDY, Packed, read_packed
+from balnorm.study.packed import STUDY, Packed, read_packed, varied_fields
 from balnorm.study.results import Result, settings_of, text_of
 from balnorm.training.config import Recipe
 from balnorm.training.run import Run, check_same, state_after
@@ -44,7 +44,8 @@ def plan(
             each.check()
             named[run_name(each, changed)] = each
     packed = read_packed(out) if (out / STUDY).exists() else Packed({}, (), ())
-    known = {run_name(each, {name: getattr(each, name) for name in packed.varied}): each for each in packed.runs}
+    varied = varied_fields(packed.runs)
+    known = {run_name(each, {name: getattr(each, name) for name in varied}): each for each in packed.runs}
     runs = []
     for (name, each), setting in zip(named.items(), settings_of(list(named.values())), strict=True):
         if each in packed.runs:

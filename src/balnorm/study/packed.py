@@ -12,8 +12,8 @@ import io
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal, get_origin, get_type_hints
 
@@ -22,11 +22,13 @@ from balnorm.training.config import Recipe
 from balnorm.training.files import parse_json, write_atomically
 from balnorm.training.run import Record, RunError, check_records, state_after
 
-__all__ = ["METRICS", "STUDY", "Packed", "Records", "command_line", "read_packed", "write_packed"]
+__all__ = ["METRICS", "STUDY", "Packed", "Records", "command_line", "read_packed", "varied_fields", "write_packed"]
 
 STUDY, METRICS = "study.json", "metrics.csv"
 _FORMAT = 1
 _FIELDS = [field.name for field in fields(Recipe)]
+_PATH = re.compile(r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?[/\\]+(?:[^\s/\\]+[/\\]+)+")
+_NUMBERS = {f"epoch_{name}": name for name in _FIELDS}  # the columns of numbers that share a name with a field
 _KEYS = {"format", "runs", "recipe", "varies", "commands", "environments"}
 
 Records = tuple[Record, ...]
@@ -43,29 +45,27 @@ class Packed:
     environments: tuple[dict[str, Any], ...]
     """Each machine with its versions and the number of starts on it."""
 
-    @property
-    def varied(self) -> list[str]:
-        """The fields that differ between runs, besides the norm and the seed."""
-        return [name for name in _varies(self.runs) if name not in ("norm", "seed")]
-
 
 def write_packed(packed: Packed, folder: Path) -> None:
     """Write the two files. An existing packed study is replaced only if none of its runs is lost."""
     if not packed.runs:
         raise RunError("there is no finished run to pack")
     if (folder / STUDY).exists() or (folder / METRICS).exists():
-        lost = sum(packed.runs.get(recipe) != records for recipe, records in read_packed(folder).runs.items())
-        if lost:
+        there = read_packed(folder).runs
+        if lost := sum(packed.runs.get(recipe) != records for recipe, records in there.items()):
             raise RunError(f"{folder} holds a packed study with {lost} runs that are not in this one: choose another")
     varies = _varies(packed.runs)
-    common = asdict(next(iter(packed.runs)))
+    common = vars(next(iter(packed.runs)))
     study = {
         "format": _FORMAT,
         "runs": len(packed.runs),
         "recipe": {name: value for name, value in common.items() if name not in varies},
         "varies": varies,
         "commands": packed.commands,
-        "environments": [{k: _without_paths(v) for k, v in each.items()} for each in packed.environments],
+        "environments": [
+            {name: _PATH.sub("", v) if isinstance(v, str) else v for name, v in each.items()}
+            for each in packed.environments
+        ],
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / METRICS, _csv(packed.runs, list(varies)).encode())
@@ -92,13 +92,17 @@ def read_packed(folder: Path) -> Packed:
 # --------------------------------------------------------------------------------------------------------------------
 
 
+def varied_fields(recipes: Iterable[Recipe]) -> list[str]:
+    """The fields that differ between recipes, besides the norm and the seed."""
+    return list(_varies(recipes))[1:-1]
+
+
 def _varies(recipes: Iterable[Recipe]) -> dict[str, list[Any]]:
-    """The values of every field that differs between recipes, in the order of the columns."""
-    rows = [asdict(recipe) for recipe in recipes]
-    values = {name: list({json.dumps(row[name]): row[name] for row in rows}.values()) for name in _FIELDS}
-    others = {name: found for name, found in values.items() if name not in ("norm", "seed") and len(found) > 1}
-    varies = {"norm": values["norm"], **others, "seed": values["seed"]}
-    return {name: [list(v) if isinstance(v, tuple) else v for v in found] for name, found in varies.items()}
+    """The values, as in JSON, of the norm, of every other field that differs, and of the seed: the first columns."""
+    rows = [vars(recipe) for recipe in recipes]
+    texts = {name: dict.fromkeys(json.dumps(row[name]) for row in rows) for name in _FIELDS}
+    others = [name for name in _FIELDS if name not in ("norm", "seed") and len(texts[name]) > 1]
+    return {name: [json.loads(text) for text in texts[name]] for name in ("norm", *others, "seed")}
 
 
 def _check_study(study: Any) -> dict[str, Any]:
@@ -136,23 +140,16 @@ def _without_folder(word: str) -> str:
     return option + equals + value
 
 
-_PATH = re.compile(r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?[/\\]+(?:[^\s/\\]+[/\\]+)+")
-
-
-def _without_paths(value: Any) -> Any:
-    return _PATH.sub("", value) if isinstance(value, str) else value
-
-
 def _pretty(value: Any, indent: str = "") -> str:
     """JSON with one line for every value that fits, so that diffs are small."""
-    text = json.dumps(value, ensure_ascii=False)
-    if not indent or (isinstance(value, dict) and value) or (len(text) > 100 and isinstance(value, list | tuple)):
-        inner = indent + "  "
-        if isinstance(value, dict):
-            items = [f"{inner}{json.dumps(name)}: {_pretty(each, inner)}" for name, each in value.items()]
-            return "{\n" + ",\n".join(items) + f"\n{indent}}}"
-        return "[\n" + ",\n".join(inner + _pretty(each, inner) for each in value) + f"\n{indent}]"
-    return text
+    text, inner = json.dumps(value, ensure_ascii=False), indent + "  "
+    if isinstance(value, dict) and value:
+        items = [f"{json.dumps(name)}: {_pretty(each, inner)}" for name, each in value.items()]
+    elif isinstance(value, list | tuple) and len(text) > 100:
+        items = [_pretty(each, inner) for each in value]
+    else:
+        return text
+    return f"{text[0]}\n{inner}" + f",\n{inner}".join(items) + f"\n{indent}{text[-1]}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -166,7 +163,7 @@ def _csv(runs: Mapping[Recipe, Records], varied: Sequence[str]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*varied, *(f"epoch_{name}" if name in _FIELDS else name for name in numbers)])
     for recipe, records in runs.items():
-        row = asdict(recipe)
+        row = vars(recipe)
         setting = [row[name] if _is_text(name) else json.dumps(row[name]) for name in varied]
         for record in records:
             writer.writerow([*setting, *(json.dumps(record[name]) if name in record else "" for name in numbers)])
@@ -174,17 +171,28 @@ def _csv(runs: Mapping[Recipe, Records], varied: Sequence[str]) -> str:
 
 
 def _read_csv(path: Path, common: dict[str, Any], varied: list[str]) -> dict[Recipe, Records]:
+    blocks: list[tuple[int, list[str], list[Record]]] = []  # of each run: its first line, varied fields and records
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.reader(file)
         header = next(rows, [])
-        numbers = [_number(column) for column in header[len(varied) :]]
+        numbers = [_NUMBERS.get(column, column) for column in header[len(varied) :]]
         if header[: len(varied)] != varied or len(set(header)) < len(header) or "epoch" not in numbers:
             raise ValueError(f"its first line should begin with {','.join(varied)},epoch")
-        blocks = list(_blocks(rows, varied, numbers))
+        for line, cells in enumerate(rows, 2):
+            if len(cells) != len(header):
+                raise ValueError(f"line {line} has {len(cells)} cells instead of {len(header)}")
+            setting, values = cells[: len(varied)], zip(numbers, cells[len(varied) :], strict=True)
+            record = {name: _parsed(cell, line) for name, cell in values if cell}
+            if not blocks or blocks[-1][1] != setting or record.get("epoch") == 1:
+                blocks.append((line, setting, []))
+            blocks[-1][2].append(record)
     runs: dict[Recipe, Records] = {}
     for line, setting, records in blocks:
+        own = {
+            name: cell if _is_text(name) else _parsed(cell, line) for name, cell in zip(varied, setting, strict=True)
+        }
         try:
-            recipe = Recipe.from_dict({**common, **setting})
+            recipe = Recipe.from_dict({**common, **own})
         except ValueError as error:
             raise ValueError(f"line {line}: {error}") from error
         if recipe in runs:
@@ -196,33 +204,11 @@ def _read_csv(path: Path, common: dict[str, Any], varied: list[str]) -> dict[Rec
     return runs
 
 
-def _blocks(
-    rows: Iterator[list[str]], varied: list[str], numbers: list[str]
-) -> Iterator[tuple[int, dict[str, Any], list[Record]]]:
-    """For each run: its first line, its varied fields and its records."""
-    block: tuple[int, dict[str, Any], list[Record]] | None = None
-    before: list[str] = []
-    for line, cells in enumerate(rows, 2):
-        if len(cells) != len(varied) + len(numbers):
-            raise ValueError(f"line {line} has {len(cells)} cells instead of {len(varied) + len(numbers)}")
-        try:
-            record = {name: parse_json(cell) for name, cell in zip(numbers, cells[len(varied) :], strict=True) if cell}
-            if block is None or cells[: len(varied)] != before or record.get("epoch") == 1:
-                if block is not None:
-                    yield block
-                before = cells[: len(varied)]
-                setting = zip(varied, before, strict=True)
-                block = line, {name: cell if _is_text(name) else parse_json(cell) for name, cell in setting}, []
-        except ValueError:
-            raise ValueError(f"line {line} has a cell that is not a number") from None
-        block[2].append(record)
-    if block is not None:
-        yield block
-
-
-def _number(column: str) -> str:
-    name = column.removeprefix("epoch_")
-    return name if name in _FIELDS else column
+def _parsed(cell: str, line: int) -> Any:
+    try:
+        return parse_json(cell)
+    except ValueError:
+        raise ValueError(f"line {line} has a cell that is not a number") from None
 
 
 @functools.cache

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from balnorm.errors import one_line
 from balnorm.norms import NORMS
-from balnorm.study.packed import METRICS, STUDY, Packed, Records, command_line, read_packed
+from balnorm.study.packed import METRICS, STUDY, Packed, Records, command_line, read_packed, varied_fields
 from balnorm.training.config import Recipe
 from balnorm.training.files import parse_json
 from balnorm.training.run import Run, RunError, State, state_after
@@ -123,22 +123,16 @@ def settings_of(recipes: Sequence[Recipe]) -> list[Setting]:
 
     A field that follows from others, such as a learning rate chosen for each batch size, is left out.
     """
-    rows = [asdict(recipe) for recipe in recipes]
-    varying = [
-        field.name
-        for field in fields(Recipe)
-        if field.name not in ("norm", "seed") and len({repr(row[field.name]) for row in rows}) > 1
-    ]
-    whole = _combinations(rows, varying)
+
+    def combinations(names: Sequence[str]) -> int:
+        return len({repr([getattr(recipe, name) for name in names]) for recipe in recipes})
+
+    varying = varied_fields(recipes)
     for name in reversed(list(varying)):
         others = [other for other in varying if other != name]
-        if _combinations(rows, others) == whole:
+        if combinations(others) == combinations(varying):
             varying = others
-    return [Setting(row["norm"], tuple((name, row[name]) for name in varying)) for row in rows]
-
-
-def _combinations(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> int:
-    return len({repr([row[name] for name in names]) for row in rows})
+    return [Setting(recipe.norm, tuple((name, getattr(recipe, name)) for name in varying)) for recipe in recipes]
 
 
 def text_of(value: Any) -> str:
