@@ -93,15 +93,15 @@ def test_a_run_that_diverged_counts_as_the_worst(study):
     runs = [run for run in read_results([study]).runs if run.recipe.norm == "groupnorm"]
     assert final(runs, "test_accuracy") == {0: 0.0, 1: 0.6, 2: 0.6}
     assert final(runs, "test_loss")[0] == math.inf
-    band = values_by_epoch(runs, "test_accuracy")
-    assert [each.low for each in band.spreads] == [0.4, 0.25, 0.3]  # from the second epoch on one of three is 0
-    assert [each.n for each in band.spreads] == [3, 3, 3]
+    spreads = values_by_epoch(runs, "test_accuracy").values()
+    assert [each.low for each in spreads] == [0.4, 0.25, 0.3]  # from the second epoch on one of three is 0
+    assert [each.n for each in spreads] == [3, 3, 3]
     assert sorted(epochs_to_reach(runs, 0.5)) == [2, 2, math.inf]
 
 
 def test_a_run_under_way_counts_as_far_as_it_is(study):
     runs = [run for run in read_results([study]).runs if run.recipe.norm == "none"]
-    assert [each.n for each in values_by_epoch(runs, "test_accuracy").spreads] == [3, 3, 2]
+    assert [each.n for each in values_by_epoch(runs, "test_accuracy").values()] == [3, 3, 2]
     assert final(runs, "test_accuracy") == {0: 0.4, 1: 0.4}
     assert len(epochs_to_reach(runs, 0.1)) == 2
 
@@ -259,7 +259,7 @@ def test_what_varies_has_a_panel_each_and_a_sweep(tmp_path):
 def test_a_field_that_follows_from_another_is_not_shown_twice(tmp_path):
     for size in (8, 32, 128):
         make_run(tmp_path, "balnorm", 0, [0.3, 0.5], batch_size=size, lr=size / 1000)
-    assert [str(s) for s in read_results([tmp_path]).settings] == [
+    assert [str(s) for s in read_results([tmp_path]).by_setting] == [
         "balnorm batch_size=8",
         "balnorm batch_size=32",
         "balnorm batch_size=128",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from balnorm.errors import one_line
 from balnorm.norms import NORMS
 from balnorm.study.figures import Figure, figures
 from balnorm.study.plots import FORMATS, figure_files
-from balnorm.study.results import Result, Results, Setting, read_results
-from balnorm.study.statistics import Differences, differences_to, final, levels, spread
+from balnorm.study.results import Results, Setting, read_results
+from balnorm.study.statistics import Differences, Spread, differences_to, final_spread, levels
 from balnorm.study.tables import Table, as_csv, as_latex, as_markdown, as_text, study_tables
 from balnorm.training.config import Recipe
 from balnorm.training.files import write_atomically
@@ -68,32 +68,36 @@ def write_report(
     if not results.runs:
         because = f" ({results.problems[0]})" if results.problems else ""
         raise ValueError(f"there is no run in {', '.join(map(str, folders))}{because}")
-    out = Path(out)
-    problems = list(results.problems)
+    out, problems = Path(out), list(results.problems)
     compared = differences_to(results, baseline)
     tables = study_tables(results, sorted(reach) or levels(results), compared)
-    drawn = figures(results)
-    files = [_drawn(figure, formats, problems) for figure in drawn]
-    contents = {name: data for each in files for name, data in each.items()}
-    for table in tables:
-        for ending, text in {"csv": as_csv(table), "md": as_markdown(table), "tex": as_latex(table)}.items():
-            contents[f"{table.key}.{ending}"] = _encoded(text)
+    drawn: list[tuple[Figure, dict[str, bytes]]] = []  # with its files
+    for figure in figures(results):
+        files: dict[str, bytes] = {}
+        try:
+            files = figure_files(figure, formats)
+        except Exception as error:  # whatever matplotlib raises, the page draws the figure too
+            problems.append(f"{figure.key} could not be drawn ({one_line(error)[:200]})")
+        drawn.append((figure, files))
     summary = summarize(results, compared)
-    title = title or "balnorm: " + ", ".join(sorted({run.recipe.name for run in results.runs}))
     page = _render(
-        title=title,
+        title=title or "balnorm: " + ", ".join(sorted({run.recipe.name for run in results.runs})),
         summary=summary,
-        figures=list(zip(drawn, files, strict=True)),
-        charts=[asdict(figure) for figure in drawn],
+        figures=drawn,
+        charts=[asdict(figure) for figure, _ in drawn],
         tables=tables,
-        styles=[{"norm": n, **asdict(NORMS[n].style)} for n in dict.fromkeys(s.norm for s in results.settings)],
-        runs=[_run_row(run, out) for run in results.runs],
+        styles=[{"norm": n, **asdict(NORMS[n].style)} for n in dict.fromkeys(s.norm for s in results.by_setting)],
+        runs=[(run, _link(run.source, out)) for run in results.runs],
         hyperparameters=_hyperparameters(results),
         environments=results.environments,
         commands=results.commands,
         problems=problems,
     )
-    _write(out, {**contents, _PAGE: _encoded(page)})
+    texts = {f"{table.key}.{kind}": write(table) for table in tables for kind, write in _TABLES.items()}
+    texts[_PAGE] = page
+    contents = {name: data for _, files in drawn for name, data in files.items()}
+    contents |= {name: text.encode(errors="backslashreplace") for name, text in texts.items()}  # names may not be UTF-8
+    _write(out, contents)
     return Report(out / _PAGE, tuple(summary), tuple(tables), tuple(problems))
 
 
@@ -102,21 +106,10 @@ def write_report(
 # --------------------------------------------------------------------------------------------------------------------
 
 _PAGE, _MARK = "index.html", b'<meta name="generator" content="balnorm report">'
+_TABLES = {"csv": as_csv, "md": as_markdown, "tex": as_latex}
 _FIGURES = ["accuracy", "loss", "training-loss", *(f"by-{field.name.replace('_', '-')}" for field in fields(Recipe))]
 _OURS = {f"{key}.{kind}" for key in _FIGURES for kind in FORMATS}
-_OURS |= {f"{key}.{kind}" for key in ("results", "differences", "cost") for kind in ("csv", "md", "tex")}
-
-
-def _drawn(figure: Figure, formats: Sequence[str], problems: list[str]) -> dict[str, bytes]:
-    try:
-        return figure_files(figure, formats)
-    except Exception as error:  # whatever matplotlib raises, the page draws the figure too
-        problems.append(f"{figure.key} could not be drawn ({one_line(error)[:200]})")
-        return {}
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode(errors="backslashreplace")  # the name of a file may not be UTF-8
+_OURS |= {f"{key}.{kind}" for key in ("results", "differences", "cost") for kind in _TABLES}
 
 
 def _write(out: Path, contents: Mapping[str, bytes]) -> None:
@@ -125,23 +118,15 @@ def _write(out: Path, contents: Mapping[str, bytes]) -> None:
     stale: set[str] = set()
     with contextlib.suppress(OSError):
         stale = _OURS - contents.keys() if _MARK in (out / _PAGE).read_bytes()[:2000] else set()
-    errors: list[OSError] = []
-    for name, data in contents.items():
-        with _kept(errors):
-            write_atomically(out / name, data)
-    for name in stale:
-        with _kept(errors):
-            (out / name).unlink(missing_ok=True)
+    errors = []
+    for name in [*contents, *stale]:
+        path = out / name
+        try:
+            write_atomically(path, contents[name]) if name in contents else path.unlink(missing_ok=True)
+        except OSError as error:
+            errors.append(error)
     if errors:
         raise errors[0]
-
-
-@contextlib.contextmanager
-def _kept(errors: list[OSError]) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        errors.append(error)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -151,41 +136,35 @@ def _kept(errors: list[OSError]) -> Iterator[None]:
 
 def summarize(results: Results, differences: Differences) -> list[str]:
     """The outcome in sentences."""
-    sentences = []
-    ranked = sorted(
-        ((found, setting) for setting in results.settings if (found := _final_spread(results, setting)) is not None),
-        key=lambda pair: -pair[0].median,
-    )
-    if ranked and ranked[0][0].median == 0.0:
-        sentences.append("Every setting diverged in half of its runs or more.")
-    elif ranked:
-        best, first = ranked[0]
-        leaders = [str(setting) for found, setting in ranked if found.median == best.median]
-        epochs = _many(results.of(first)[0].recipe.epochs, "epoch")
-        spreads = f"quartiles {best.low:.2%} to {best.high:.2%}, " if len(leaders) == 1 else ""
-        alike = ", alike" if len(leaders) > 1 else ""
-        sentences.append(
-            f"{' and '.join(leaders)} came out highest{alike}: a median test accuracy of {best.median:.2%} after "
-            f"{epochs} ({spreads}{_many(best.n, 'seed')})."
-        )
-        others = [f"{setting} {_accuracy(found.median)}" for found, setting in ranked[len(leaders) : len(leaders) + 6]]
-        rest = len(ranked) - len(leaders) - len(others)
-        more = f" and {rest} more" if rest else ""
-        if others:
-            sentences.append(f"Then {', '.join(others)}{more}.")
-    baseline = differences.baseline
-    compared = _compared(differences)
-    if not compared and len({setting.norm for setting in results.settings} | {baseline, "balnorm"}) > 2:
+    spreads = {setting: found for setting, runs in results.by_setting.items() if (found := final_spread(runs))}
+    ranked = sorted(spreads.items(), key=lambda pair: -pair[1].median)
+    sentences = _ranking(results, ranked)
+    compared, baseline = _compared(differences), differences.baseline
+    if not compared and len({setting.norm for setting in results.by_setting} | {baseline, "balnorm"}) > 2:
         compared = [f"There are no finished runs of balnorm and {baseline} alike in all else, to compare seed by seed."]
-    sentences += compared
-    sentences.append(_counted(results))
-    if ranked and min(found.n for found, _ in ranked) < 5:
+    sentences += [*compared, _counted(results)]
+    if ranked and min(found.n for _, found in ranked) < 5:
         sentences.append("With fewer than five seeds, quartiles and differences say little.")
     return sentences
 
 
-def _final_spread(results: Results, setting: Setting) -> Any:
-    return spread(list(final(results.of(setting), "test_accuracy").values()))
+def _ranking(results: Results, ranked: list[tuple[Setting, Spread]]) -> list[str]:
+    """The settings with the highest accuracy, and the six after them."""
+    if not ranked:
+        return []
+    first, best = ranked[0]
+    if best.median == 0.0:
+        return ["Every setting diverged in half of its runs or more."]
+    leaders = [str(setting) for setting, found in ranked if found.median == best.median]
+    alike, spread = (", alike", "") if len(leaders) > 1 else ("", f"quartiles {best.low:.2%} to {best.high:.2%}, ")
+    epochs = _many(results.by_setting[first][0].recipe.epochs, "epoch")
+    sentence = (
+        f"{' and '.join(leaders)} came out highest{alike}: a median test accuracy of {best.median:.2%} after {epochs} "
+        f"({spread}{_many(best.n, 'seed')})."
+    )
+    others = [f"{s} {f'{found.median:.2%}' if found.median else 'diverged'}" for s, found in ranked[len(leaders) :]]
+    more = f" and {len(others) - 6} more" if len(others) > 6 else ""
+    return [sentence, f"Then {', '.join(others[:6])}{more}."] if others else [sentence]
 
 
 def _compared(differences: Differences) -> list[str]:
@@ -222,10 +201,6 @@ def _counted(results: Results) -> str:
     return f"Of {_many(total, 'run')}, {finished} finished, {told}."
 
 
-def _accuracy(value: float) -> str:
-    return f"{value:.2%}" if value else "diverged"
-
-
 def _many(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
@@ -235,22 +210,10 @@ def _many(count: int, what: str) -> str:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _run_row(run: Result, out: Path) -> dict[str, Any]:
-    last = run.records[-1] if run.records else None
-    try:
-        link = os.path.relpath(run.source, out)
-    except ValueError:  # on another drive, on Windows
-        link = str(run.source)
-    return {
-        "setting": str(run.setting),
-        "seed": run.recipe.seed,
-        "state": run.state,
-        "epochs": f"{len(run.records)}/{run.recipe.epochs}",
-        "accuracy": None if last is None else last["test_accuracy"],
-        "loss": None if last is None else last["test_loss"],
-        "link": quote(os.fsencode(Path(link).as_posix())),
-        "source": run.source.name,
-    }
+def _link(path: Path, out: Path) -> str:
+    with contextlib.suppress(ValueError):  # on another drive, on Windows
+        path = Path(os.path.relpath(path, out))
+    return quote(os.fsencode(path.as_posix()))
 
 
 def _hyperparameters(results: Results) -> list[tuple[str, str]]:
@@ -272,5 +235,6 @@ def _render(**values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
+        finalize=lambda value: "" if value is None else value,
     )
     return environment.get_template("report.html").render(**values)

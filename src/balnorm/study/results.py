@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,12 @@ class Setting:
     def variation(self) -> str:
         """The varied fields, such as ``lr=0.1 width=8``."""
         return " ".join(f"{name}={text_of(value)}" for name, value in self.varied)
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Where to list it: numbers by size, then other values by name, then norms in the order of their list."""
+        values = [(0, v, "") if isinstance(v, int | float) else (1, 0, str(v)) for _, v in self.varied]
+        return (*values, list(NORMS).index(self.norm))
 
     def __str__(self) -> str:
         return f"{self.norm} {self.variation}".strip()
@@ -94,28 +99,20 @@ class Results:
     """Each machine with its versions, and how often and when runs were started there."""
 
     @functools.cached_property
-    def settings(self) -> list[Setting]:
-        """Sorted by what varies, then by norm in the order of their list."""
-        return sorted(dict.fromkeys(run.setting for run in self.runs), key=_place)
-
-    @functools.cached_property
-    def _by_setting(self) -> dict[Setting, list[Result]]:
-        return {setting: [run for run in self.runs if run.setting == setting] for setting in self.settings}
-
-    def of(self, setting: Setting) -> list[Result]:
-        return self._by_setting.get(setting, [])
+    def by_setting(self) -> dict[Setting, list[Result]]:
+        """The runs of each setting, sorted by what varies, then by norm in the order of their list."""
+        found: dict[Setting, list[Result]] = {}
+        for run in sorted(self.runs, key=lambda run: run.setting.place):
+            found.setdefault(run.setting, []).append(run)
+        return found
 
     def count(self, state: State) -> int:
         return sum(run.state == state for run in self.runs)
 
     def packed(self) -> Packed:
         """The runs that have ended, by setting and seed, as a packed study."""
-        runs: dict[Recipe, Records] = {}
-        for setting in self.settings:
-            for run in sorted(self.of(setting), key=lambda run: run.recipe.seed):
-                if run.ended:
-                    runs[run.recipe] = run.lines
-        return Packed(runs, self.commands, self.environments)
+        runs = sorted((run for run in self.runs if run.ended), key=lambda run: (run.setting.place, run.recipe.seed))
+        return Packed({run.recipe: run.lines for run in runs}, self.commands, self.environments)
 
 
 def settings_of(recipes: Sequence[Recipe]) -> list[Setting]:
@@ -166,66 +163,56 @@ class _Reader:
         self.seen: set[Path] = set()
 
     def read(self, folder: Path) -> None:
-        for path, files in self._walk(folder):
-            if STUDY in files:
-                with self._told():
-                    self._add_packed(path, read_packed(path))
-            if {"config.json", "metrics.jsonl"} & files:
-                with self._told():
-                    self._add_run(Run(path))
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except RunError as error:
-            self.problems.append(f"{one_line(error)}: left out")
-
-    def _walk(self, folder: Path) -> Iterator[tuple[Path, set[str]]]:
-        """Every folder, including linked ones, once."""
-        for path, folders, files in os.walk(folder, followlinks=True):
-            place = Path(path).resolve()
-            if place in self.seen:
+        for name, folders, files in os.walk(folder, followlinks=True):
+            path, there = Path(name), {*files, *folders}
+            if path.resolve() in self.seen:
                 folders.clear()
                 continue
-            self.seen.add(place)
+            self.seen.add(path.resolve())
             folders.sort()
-            yield Path(path), {*files, *folders}
+            for ours, add in (({STUDY}, self._add_packed), ({"config.json", "metrics.jsonl"}, self._add_run)):
+                if ours & there:
+                    try:
+                        add(path)
+                    except RunError as error:
+                        self.problems.append(f"{one_line(error)}: left out")
 
-    def _add_packed(self, folder: Path, packed: Packed) -> None:
+    def _add_packed(self, folder: Path) -> None:
+        packed = read_packed(folder)
         self.packed_commands += packed.commands
         self.starts += packed.environments
         for recipe, lines in packed.runs.items():
             self._add(Result(folder, recipe, Setting(""), state_after(lines, recipe.epochs), lines, packed=True))
 
-    def _add_run(self, run: Run) -> None:
+    def _add_run(self, folder: Path) -> None:
+        run, tell = Run(folder), self.problems.append
         if not run.config.exists():
-            raise RunError(f"{run.folder} has metrics and no config.json")
-        found, problems = Result(run.folder, run.recipe(), Setting("")).now(), self.problems
+            raise RunError(f"{folder} has metrics and no config.json")
+        found = Result(folder, run.recipe(), Setting("")).now()
         if found.reason:
-            problems.append(f"{found.reason}: counted as failed")
+            tell(f"{found.reason}: counted as failed")
         if not self._add(found):
             return
         if found.state == "failed" and run.error.exists():
-            problems.append(f"{run.folder} failed: {_last_line(run.error)}")
+            tell(f"{folder} failed: {_last_line(run.error)}")
         elif not run.metrics.is_file():
-            problems.append(f"{run.folder} has no metrics yet: counted as {found.state}")
+            tell(f"{folder} has no metrics yet: counted as {found.state}")
         if run.metrics.is_file() and not (run.metrics.read_bytes() or b"\n").endswith(b"\n"):
-            problems.append(f"{run.metrics} ends in the middle of a line, which is left out: counted as {found.state}")
-        if foreign := sorted(path.name for path in run.folder.iterdir() if not _is_ours(path)):
-            problems.append(f"{run.folder} contains files that do not belong to a run ({', '.join(foreign)}): ignored")
+            tell(f"{run.metrics} ends in the middle of a line, which is left out: counted as {found.state}")
+        names = (path.name for path in folder.iterdir() if path.suffix != ".tmp")
+        if foreign := sorted(name for name in names if name not in _OURS):
+            tell(f"{folder} contains files that do not belong to a run ({', '.join(foreign)}): ignored")
         for start in self._starts(run):
-            words, when = start.get("command"), str(start.get("started", ""))
-            if isinstance(words, list) and words:
-                self.commands.append((when, command_line([str(word) for word in words])))
-            machine = {name: value for name, value in start.items() if name not in ("started", "command", "resumed")}
-            self.starts.append({**machine, "starts": 1, "first_start": when, "last_start": when})
+            if isinstance(words := start.get("command"), list) and words:
+                self.commands.append((str(start.get("started", "")), command_line([str(word) for word in words])))
+            self.starts.append({**start, "starts": 1})
 
     def _add(self, run: Result) -> bool:
         """Add a run unless it is already here. A run folder and its copy in a packed study are the same run."""
         twin = self.runs.setdefault(run.recipe, run)
         if twin is not run and (run.packed == twin.packed or twin.lines != run.lines):
-            self.problems.append(f"{_place_of(run)} is the same run as {_place_of(twin)}: left out")
+            here, there = (each.source if each.packed else each.folder for each in (run, twin))
+            self.problems.append(f"{here} is the same run as {there}: left out")
         return twin is run
 
     def _starts(self, run: Run) -> list[dict[str, Any]]:
@@ -233,49 +220,30 @@ class _Reader:
             starts = parse_json(run.environment.read_text())
         except (OSError, ValueError):
             starts = None
-        if starts is None and not run.metrics.exists():  # it never started
-            return []
-        if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+        if isinstance(starts, list) and all(isinstance(start, dict) for start in starts):
+            return starts
+        if starts is not None or run.metrics.exists():  # otherwise it never started
             self.problems.append(f"{run.environment} is missing or damaged: where it ran is unknown")
-            return []
-        return starts
+        return []
 
 
-_WHEN = ("first_start", "last_start")
+_WHEN = ("first_start", "last_start", "started")
+_NO_MACHINE = {*_WHEN, "starts", "command", "resumed"}
 
 
 def _machines(starts: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Each machine with its versions, once; those with the most starts first."""
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
     for start in starts:
-        groups.setdefault(repr(sorted(_machine(start).items())), []).append(start)
+        plain = {name: value for name, value in start.items() if isinstance(value, str | int | float)}
+        machine = {name: value for name, value in plain.items() if name not in _NO_MACHINE}
+        groups.setdefault(repr(sorted(machine.items())), (machine, []))[1].append(start)
     found = []
-    for group in groups.values():
-        count = sum(start["starts"] for start in group)
+    for machine, group in groups.values():
         when = sorted(str(start[name]) for start in group for name in _WHEN if start.get(name))
-        dates = dict(zip(_WHEN, (when[0], when[-1]), strict=True)) if when else {}
-        found.append({"starts": count, **dates, **_machine(group[0])})
+        dates = {"first_start": when[0], "last_start": when[-1]} if when else {}
+        found.append({"starts": sum(start["starts"] for start in group), **dates, **machine})
     return tuple(sorted(found, key=lambda machine: -machine["starts"]))
-
-
-def _machine(start: dict[str, Any]) -> dict[str, str | float]:
-    left_out = {"starts", *_WHEN}
-    return {name: v for name, v in start.items() if name not in left_out and isinstance(v, str | int | float)}
-
-
-def _is_ours(path: Path) -> bool:
-    return path.name in _OURS or path.name.endswith(".tmp")
-
-
-def _place_of(run: Result) -> Path:
-    return run.source if run.packed else run.folder
-
-
-def _place(setting: Setting) -> tuple[Any, ...]:
-    place = list(NORMS).index(setting.norm)
-    # Numbers by size, then other values by name.
-    values = [(0, value, "") if isinstance(value, int | float) else (1, 0, str(value)) for _, value in setting.varied]
-    return (*values, place)
 
 
 def _last_line(path: Path) -> str:

@@ -7,7 +7,7 @@ would make a method that diverges half of the time look as good as one that neve
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,20 +15,9 @@ import numpy as np
 from balnorm.study.results import Result, Results, Setting
 
 __all__ = [
-    "Band",
-    "Difference",
-    "Differences",
-    "Spread",
-    "difference",
-    "differences_to",
-    "epochs_to_reach",
-    "final",
-    "levels",
-    "probability_of_improvement",
-    "quantile",
-    "spread",
-    "values_by_epoch",
-]
+    "Difference", "Differences", "Spread", "difference", "differences_to", "epochs_to_reach", "final", "final_spread",
+    "levels", "probability_of_improvement", "quantile", "spread", "values_by_epoch", "worst",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,14 +28,6 @@ class Spread:
     low: float
     high: float
     n: int
-
-
-@dataclass(frozen=True)
-class Band:
-    """A spread for each epoch."""
-
-    epochs: tuple[int, ...]
-    spreads: tuple[Spread, ...]
 
 
 @dataclass(frozen=True)
@@ -62,17 +43,15 @@ class Difference:
     """How many seeds both have."""
 
 
-def quantile(values: Sequence[float], q: float) -> float:
+def quantile(values: Collection[float], q: float) -> float:
     """Interpolates linearly, as numpy does, but handles infinite values correctly."""
     ordered = sorted(values)
     place = q * (len(ordered) - 1)
-    below, part = int(place), place - int(place)
-    if part == 0.0 or ordered[below] == ordered[below + 1]:
-        return ordered[below]
-    return ordered[below] * (1 - part) + ordered[below + 1] * part
+    below, above, part = ordered[math.floor(place)], ordered[math.ceil(place)], place % 1
+    return below if below == above else below * (1 - part) + above * part
 
 
-def spread(values: Sequence[float]) -> Spread | None:
+def spread(values: Collection[float]) -> Spread | None:
     """Median and quartiles, or ``None`` if there are no values."""
     if not values:
         return None
@@ -85,24 +64,27 @@ def worst(name: str) -> float:
     return 0.0 if name.endswith("accuracy") else math.inf
 
 
-def values_by_epoch(runs: Sequence[Result], name: str) -> Band:
+def values_by_epoch(runs: Sequence[Result], name: str) -> dict[int, Spread]:
     """A metric by epoch, over all runs that have reached it."""
-    epochs = max((run.recipe.epochs for run in runs), default=0)
-    columns: list[list[float]] = [[] for _ in range(epochs)]
+    columns: dict[int, list[float]] = {}
     for run in runs:
         values = [record[name] for record in run.records]
         if run.state == "diverged":
             values += [worst(name)] * (run.recipe.epochs - len(values))
-        for column, value in zip(columns, values, strict=False):
-            column.append(value)
-    kept = [(epoch, found) for epoch, column in enumerate(columns, 1) if (found := spread(column)) is not None]
-    return Band(tuple(epoch for epoch, _ in kept), tuple(found for _, found in kept))
+        for epoch, value in enumerate(values, 1):
+            columns.setdefault(epoch, []).append(value)
+    return {epoch: found for epoch in sorted(columns) if (found := spread(columns[epoch]))}
 
 
 def final(runs: Sequence[Result], name: str) -> dict[int, float]:
     """The metric after the last epoch, by seed, for the runs that have ended."""
-    values = {run.recipe.seed: run.records[-1][name] for run in runs if run.state == "finished" and run.records}
+    values = {run.recipe.seed: run.records[-1][name] for run in runs if run.state == "finished"}
     return values | {run.recipe.seed: worst(name) for run in runs if run.state == "diverged"}
+
+
+def final_spread(runs: Sequence[Result], name: str = "test_accuracy") -> Spread | None:
+    """The spread of a metric after the last epoch."""
+    return spread(final(runs, name).values())
 
 
 def epochs_to_reach(runs: Sequence[Result], accuracy: float) -> list[float]:
@@ -110,15 +92,14 @@ def epochs_to_reach(runs: Sequence[Result], accuracy: float) -> list[float]:
     return [
         next((float(r["epoch"]) for r in run.records if r["test_accuracy"] >= accuracy), math.inf)
         for run in runs
-        if run.state in ("finished", "diverged")
+        if run.ended
     ]
 
 
 def levels(results: Results) -> list[float]:
     """Accuracies to report the epochs for: about 75%, 90% and 97% of the best median, in whole percents."""
-    finals = [final(results.of(setting), "test_accuracy") for setting in results.settings]
-    medians = [quantile(list(values.values()), 0.5) for values in finals if values]
-    best = max(medians, default=0.0)
+    spreads = map(final_spread, results.by_setting.values())
+    best = max((found.median for found in spreads if found), default=0.0)
     return sorted({math.floor(100 * best * part) / 100 for part in (0.75, 0.9, 0.97)} - {0.0})
 
 
@@ -133,15 +114,15 @@ class Differences:
 def differences_to(results: Results, baseline: str) -> Differences:
     """The difference in final test accuracy for every setting with a counterpart that has the baseline norm."""
     found = {}
-    for setting in results.settings:
-        if setting.norm != baseline and (other := Setting(baseline, setting.varied)) in results.settings:
-            ours, theirs = (final(results.of(each), "test_accuracy") for each in (setting, other))
-            if (one := difference(ours, theirs)) is not None:
-                found[setting] = one
+    for setting, runs in results.by_setting.items():
+        others = results.by_setting.get(Setting(baseline, setting.varied), [])
+        ours, theirs = (final(each, "test_accuracy") for each in (runs, others))
+        if setting.norm != baseline and (one := difference(ours, theirs)):
+            found[setting] = one
     return Differences(baseline, found)
 
 
-def difference(ours: dict[int, float], theirs: dict[int, float], resamples: int = 10_000) -> Difference | None:
+def difference(ours: dict[int, float], theirs: dict[int, float]) -> Difference | None:
     """Ours minus theirs for the seeds that both have: the median, with a 95% percentile bootstrap over seeds.
 
     Of fewer than five seeds the interval is infinite: the median of so few, drawn again, is too often on one side of 0
@@ -151,13 +132,12 @@ def difference(ours: dict[int, float], theirs: dict[int, float], resamples: int 
     if not seeds:
         return None
     each = np.array([ours[seed] - theirs[seed] for seed in seeds])
-    median = float(np.median(each))
+    low, high = -math.inf, math.inf
+    if len(seeds) >= 5:
+        draws = np.random.default_rng(0).integers(len(seeds), size=(10_000, len(seeds)))
+        low, high = map(float, np.quantile(np.median(each[draws], axis=1), [0.025, 0.975]))
     improvement = probability_of_improvement([ours[s] for s in seeds], [theirs[s] for s in seeds])
-    if len(seeds) < 5:
-        return Difference(median, -math.inf, math.inf, improvement, len(seeds))
-    draws = np.random.default_rng(0).integers(len(seeds), size=(resamples, len(seeds)))
-    low, high = np.quantile(np.median(each[draws], axis=1), [0.025, 0.975])
-    return Difference(median, float(low), float(high), improvement, len(seeds))
+    return Difference(float(np.median(each)), low, high, improvement, len(seeds))
 
 
 def probability_of_improvement(ours: Sequence[float], theirs: Sequence[float]) -> float:

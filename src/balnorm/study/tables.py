@@ -7,41 +7,30 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from balnorm.study.results import Result, Results
-from balnorm.study.statistics import Difference, Differences, Spread, epochs_to_reach, final, spread
+from balnorm.study.statistics import Difference, Differences, Spread, epochs_to_reach, final_spread, spread, worst
 from balnorm.text_table import text_table
 
 __all__ = ["Cell", "Table", "as_csv", "as_latex", "as_markdown", "as_text", "study_tables"]
 
-Raw = float | str | None
-
 
 @dataclass(frozen=True)
 class Cell:
-    """The text shown, and the numbers behind it."""
+    """The text shown, and the values behind it by their names in the CSV file. The first sorts its column."""
 
     text: str
-    raw: tuple[Raw, ...]
-
-    @property
-    def sort(self) -> Raw:
-        """The value to sort a column by; ``None`` comes last."""
-        return self.raw[0]
+    raw: dict[str, float | str | None]
 
 
 @dataclass(frozen=True)
 class Table:
     key: str
     title: str
-    columns: tuple[tuple[str, tuple[str, ...]], ...]
-    """Each column's heading, and the names of its numbers in the CSV file."""
+    note: str
+    header: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    note: str = ""
-
-    @property
-    def header(self) -> list[str]:
-        return [heading for heading, _ in self.columns]
 
     @property
     def texts(self) -> list[list[str]]:
@@ -49,9 +38,34 @@ class Table:
 
 
 def study_tables(results: Results, levels: Sequence[float], differences: Differences) -> list[Table]:
-    """Final results, differences to the baseline, and cost."""
-    tables = [_final_table(results), _difference_table(differences), _cost_table(results, levels)]
-    return [table for table in tables if table.rows]
+    """Final results, differences to the baseline if there are any, and cost."""
+    tables = {
+        "results": (
+            "Results after the last epoch",
+            "After the last epoch: median (quartiles) over n runs. Runs that diverged are among the n, as worse than "
+            "any other; failed and unfinished ones are not.",
+            {setting: _final_row(runs) for setting, runs in results.by_setting.items()},
+        ),
+        "differences": (
+            f"Difference to {differences.baseline}, seed by seed",
+            f"Test accuracy after the last epoch minus that of {differences.baseline} with the same seed and all else "
+            "alike: the median in percentage points, with a bootstrap interval over seeds; and how often a run beats "
+            "one of the baseline, over all pairs.",
+            {setting: _difference_row(found) for setting, found in differences.by_setting.items()},
+        ),
+        "cost": (
+            "Speed and memory",
+            "Median (quartiles). The epochs are those until the test accuracy was first reached. Times are those of "
+            "the runs, with whatever else the machine did; peak memory is that of the whole process, or of the GPU.",
+            {setting: _cost_row(runs, levels) for setting, runs in results.by_setting.items()},
+        ),
+    }
+    made = []
+    for key, (title, note, by_setting) in tables.items():
+        rows = [{"setting": Cell(str(s), {"setting": str(s)}), **row} for s, row in by_setting.items()]
+        if rows:
+            made.append(Table(key, title, note, tuple(rows[0]), tuple(tuple(row.values()) for row in rows)))
+    return made
 
 
 def as_text(table: Table) -> str:
@@ -60,178 +74,99 @@ def as_text(table: Table) -> str:
 
 def as_markdown(table: Table) -> str:
     """A heading, the table, and its note."""
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(map(_plain, cells)) + " |"
-
-    rule = "|" + "|".join("---" if i == 0 else "---:" for i in range(len(table.columns))) + "|"
-    lines = [f"### {table.title}", "", line(table.header), rule, *map(line, table.texts)]
-    return "\n".join([*lines, *(["", table.note] if table.note else [])]) + "\n"
+    lines = [f"| {' | '.join(cell.translate(_MARKDOWN) for cell in row)} |" for row in (table.header, *table.texts)]
+    lines.insert(1, "|---|" + "---:|" * (len(table.header) - 1))
+    return "\n".join([f"### {table.title}", "", *lines, "", table.note, ""])
 
 
 def as_latex(table: Table) -> str:
     """A tabular that uses the package booktabs."""
-
-    def line(cells: Sequence[str]) -> str:
-        return " & ".join(map(_escaped, cells)) + r" \\"
-
-    head = ["% needs \\usepackage{booktabs}", rf"\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}", r"\toprule"]
-    body = [line(table.header), r"\midrule", *map(line, table.texts), r"\bottomrule", r"\end{tabular}"]
-    return "\n".join([*head, *body]) + "\n"
+    lines = [" & ".join(cell.translate(_LATEX) for cell in row) + r" \\" for row in (table.header, *table.texts)]
+    head = ["% needs \\usepackage{booktabs}", rf"\begin{{tabular}}{{l{'r' * (len(table.header) - 1)}}}", r"\toprule"]
+    return "\n".join([*head, lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}", ""])
 
 
 def as_csv(table: Table) -> str:
     """The numbers without rounding, accuracies as fractions; empty where there is no value."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([name for _, names in table.columns for name in names])
-    for row in table.rows:
-        writer.writerow(["" if value is None else value for cell in row for value in cell.raw])
+    writer.writerow([name for cell in table.rows[0] for name in cell.raw])
+    writer.writerows([value for cell in row for value in cell.raw.values()] for row in table.rows)
     return text.getvalue()
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The tables
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def _final_table(results: Results) -> Table:
-    rows = []
-    for setting in results.settings:
-        runs = results.of(setting)
-        accuracy = spread(list(final(runs, "test_accuracy").values()))
-        cells = [Cell(str(setting), (str(setting),)), _count(accuracy.n if accuracy else 0, zero="0")]
-        cells += [_percents(accuracy, diverged=any(run.state == "diverged" for run in runs))]
-        cells += [_spread(spread(list(final(runs, name).values())), ".3f") for name in ("test_loss", "train_loss")]
-        cells += [_count(sum(run.state == s for run in runs)) for s in ("diverged", "failed")]
-        cells += [_count(sum(run.state in ("unfinished", "new") for run in runs))]
-        rows.append(tuple(cells))
-    columns = (
-        ("setting", ("setting",)),
-        ("n", ("n",)),
-        ("test accuracy, %", _three("test_accuracy")),
-        ("test loss", _three("test_loss")),
-        ("training loss", _three("train_loss")),
-        ("diverged", ("diverged",)),
-        ("failed", ("failed",)),
-        ("unfinished", ("unfinished",)),
-    )
-    note = (
-        "After the last epoch: median (quartiles) over n runs. Runs that diverged are among the n, as worse than any "
-        "other; failed and unfinished ones are not."
-    )
-    return Table("results", "Results after the last epoch", columns, tuple(rows), note)
-
-
-def _difference_table(differences: Differences) -> Table:
-    baseline = differences.baseline
-    rows = [
-        (Cell(str(setting), (str(setting),)), *_difference_cells(found))
-        for setting, found in differences.by_setting.items()
-    ]
-    columns = (
-        ("setting", ("setting",)),
-        ("seeds", ("seeds",)),
-        ("difference, points", ("difference",)),
-        ("95% interval", ("difference_low", "difference_high")),
-        ("probability of improvement", ("probability_of_improvement",)),
-    )
-    note = (
-        f"Test accuracy after the last epoch minus that of {baseline} with the same seed and all else alike: the "
-        "median in percentage points, with a bootstrap interval over seeds; and how often a run beats one of the "
-        "baseline, over all pairs."
-    )
-    return Table("differences", f"Difference to {baseline}, seed by seed", columns, tuple(rows), note)
-
-
-def _cost_table(results: Results, levels: Sequence[float]) -> Table:
-    rows = []
-    for setting in results.settings:
-        runs = results.of(setting)
-        cells = [Cell(str(setting), (str(setting),))]
-        cells += [_epochs(spread(epochs_to_reach(runs, level))) for level in levels]
-        cells += [_spread(spread([r["seconds"] for run in runs for r in run.records]), ".2f")]
-        memory = [max(r["peak_memory"] for r in run.records) / 2**20 for run in runs if _has_memory(run)]
-        cells += [_spread(spread(memory), ".0f")]
-        rows.append(tuple(cells))
-    columns = (
-        ("setting", ("setting",)),
-        *((f"epochs to {100 * level:g}%", _three(f"epochs_to_{level:g}")) for level in levels),
-        ("seconds an epoch", _three("seconds_per_epoch")),
-        ("peak memory, MiB", _three("peak_memory_mib")),
-    )
-    note = (
-        "Median (quartiles). The epochs are those until the test accuracy was first reached. Times are those of the "
-        "runs, with whatever else the machine did; peak memory is that of the whole process, or of the GPU."
-    )
-    return Table("cost", "Speed and memory", columns, tuple(rows), note)
-
-
-def _has_memory(run: Result) -> bool:
-    return bool(run.records) and all(isinstance(record.get("peak_memory"), int) for record in run.records)
+_MARKDOWN = str.maketrans(
+    {"&": "&amp;", "<": "&lt;", ">": "&gt;", "\n": " "} | {character: "\\" + character for character in "\\`*[]|"}
+)
+_LATEX = str.maketrans(
+    {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"–": "--", "∞": r"$\infty$"}  # noqa: RUF001
+    | {character: "\\" + character for character in "&%$#_{}"}
+)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Cells
+# Rows: the cells by their headings
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _three(name: str) -> tuple[str, ...]:
-    return name, f"{name}_low", f"{name}_high"
+def _final_row(runs: Sequence[Result]) -> dict[str, Cell]:
+    states = [run.state for run in runs]
+    accuracy = final_spread(runs)
+    # A median of 0 is that of diverged runs, if there are any.
+    diverged = worst("test_accuracy") if "diverged" in states else math.inf
+    return {
+        "n": Cell(str(n := accuracy.n if accuracy else 0), {"n": n}),
+        "test accuracy, %": _spread("test_accuracy", accuracy, ".2f", scale=100, bad=diverged),
+        "test loss": _spread("test_loss", final_spread(runs, "test_loss"), ".3f"),
+        "training loss": _spread("train_loss", final_spread(runs, "train_loss"), ".3f"),
+        "diverged": _count("diverged", states.count("diverged")),
+        "failed": _count("failed", states.count("failed")),
+        "unfinished": _count("unfinished", states.count("unfinished") + states.count("new")),
+    }
 
 
-def _count(number: int, zero: str = "") -> Cell:
-    return Cell(str(number or zero), (number,))
+def _difference_row(found: Difference) -> dict[str, Cell]:
+    interval = Cell("too few seeds", {"difference_low": None, "difference_high": None})
+    if math.isfinite(found.low):
+        text = f"{100 * found.low:+.2f} to {100 * found.high:+.2f}"
+        interval = Cell(text, {"difference_low": found.low, "difference_high": found.high})
+    return {
+        "seeds": _count("seeds", found.n),
+        "difference, points": Cell(f"{100 * found.median:+.2f}", {"difference": found.median}),
+        "95% interval": interval,
+        "probability of improvement": Cell(
+            f"{found.improvement:.2f}", {"probability_of_improvement": found.improvement}
+        ),
+    }
 
 
-def _percents(found: Spread | None, diverged: bool) -> Cell:
-    if found is not None and diverged and found.median == 0.0:
-        return Cell("diverged", (0.0, found.low, found.high))
-    scaled = None if found is None else Spread(100 * found.median, 100 * found.low, 100 * found.high, found.n)
-    return Cell(_spread(scaled, ".2f").text, (None,) * 3 if found is None else (found.median, found.low, found.high))
+def _cost_row(runs: Sequence[Result], levels: Sequence[float]) -> dict[str, Cell]:
+    def epochs_to(level: float) -> Cell:
+        return _spread(f"epochs_to_{level:g}", spread(epochs_to_reach(runs, level)), ".3g", called="not reached")
+
+    seconds = [record["seconds"] for run in runs for record in run.records]
+    memory: list[list[Any]] = [[record.get("peak_memory") for record in run.records] for run in runs]
+    peaks = [max(of_run) / 2**20 for of_run in memory if of_run and None not in of_run]
+    return {
+        **{f"epochs to {100 * level:g}%": epochs_to(level) for level in levels},
+        "seconds an epoch": _spread("seconds_per_epoch", spread(seconds), ".2f"),
+        "peak memory, MiB": _spread("peak_memory_mib", spread(peaks), ".0f"),
+    }
 
 
-def _epochs(found: Spread | None) -> Cell:
-    if found is not None and math.isinf(found.median):
-        return Cell("not reached", (math.inf, found.low, found.high))
-    return _spread(found, ".3g")
+def _count(name: str, number: int) -> Cell:
+    return Cell(str(number or ""), {name: number})
 
 
-def _spread(found: Spread | None, form: str) -> Cell:
+def _spread(
+    name: str, found: Spread | None, form: str, scale: float = 1, bad: float = math.inf, called: str = "diverged"
+) -> Cell:
+    """Median and quartiles, times ``scale`` in the text; a median that is ``bad`` is only called what it means."""
+    names = (name, f"{name}_low", f"{name}_high")
     if found is None:
-        return Cell("", (None, None, None))
-    if math.isinf(found.median):
-        return Cell("diverged", (math.inf, found.low, found.high))
-    low, high = ("∞" if math.isinf(value) else format(value, form) for value in (found.low, found.high))
-    return Cell(f"{found.median:{form}} ({low}–{high})", (found.median, found.low, found.high))  # noqa: RUF001
-
-
-def _difference_cells(found: Difference) -> list[Cell]:
-    return [
-        _count(found.n),
-        Cell(f"{100 * found.median:+.2f}", (found.median,)),
-        _interval(found),
-        Cell(f"{found.improvement:.2f}", (found.improvement,)),
-    ]
-
-
-def _interval(found: Difference) -> Cell:
-    if math.isinf(found.low):
-        return Cell("too few seeds", (None, None))
-    return Cell(f"{100 * found.low:+.2f} to {100 * found.high:+.2f}", (found.low, found.high))
-
-
-_MARKDOWN = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "\n": " "} | {c: "\\" + c for c in "\\`*[]|"}
-
-
-def _plain(text: str) -> str:
-    """Escape text so that Markdown shows it literally."""
-    return "".join(_MARKDOWN.get(character, character) for character in text)
-
-
-_LATEX = {"\\": r"\textbackslash{}", "–": "--", "∞": r"$\infty$", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}  # noqa: RUF001
-_LATEX |= {character: "\\" + character for character in "&%$#_{}"}
-
-
-def _escaped(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in text)
+        return Cell("", dict.fromkeys(names))
+    values = (found.median, found.low, found.high)
+    median, low, high = ("∞" if math.isinf(value) else format(scale * value, form) for value in values)
+    text = called if found.median == bad else f"{median} ({low}–{high})"  # noqa: RUF001
+    return Cell(text, dict(zip(names, values, strict=True)))
