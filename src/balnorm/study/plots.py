@@ -7,8 +7,10 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from balnorm.norms import NORMS
-from balnorm.study.figures import Curve, Figure, Panel
+from balnorm.study.figures import Figure, Panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,9 +53,7 @@ def figure_files(figure: Figure, formats: Sequence[str] = FORMATS) -> dict[str, 
             _draw(panel, place, figure)
         for place in list(axes)[len(figure.panels) :]:
             place.remove()
-        lines: dict[str, Any] = {}
-        for place in canvas.axes:
-            lines |= {label: line for line, label in zip(*place.get_legend_handles_labels(), strict=True)}
+        lines = {str(line.get_label()): line for place in canvas.axes for line in place.lines}
         widest = 0.7 + 0.075 * max(map(len, lines), default=0)  # inches of an entry in the legend, about
         beside = max(1, min(4, len(lines), int(width / widest)))
         canvas.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=beside, handlelength=3)
@@ -71,9 +71,16 @@ def _draw(panel: Panel, axes: Axes, figure: Figure) -> None:
         axes.set_xscale("log")
         axes.set_xticks(sorted({x for curve in panel.curves for x in curve.x}))
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_locator(_no_ticks())
+        axes.minorticks_off()
     for curve in panel.curves:
-        _draw_curve(curve, axes, points=figure.key.startswith("by-"))
+        look = NORMS[curve.norm].style
+        median, low, high = (np.array(values, float) for values in (curve.median, curve.low, curve.high))  # None: nan
+        marker = "o" if figure.key.startswith("by-") or len(curve.x) == 1 else ""
+        axes.plot(
+            curve.x, median, color=look.colour, linestyle=_DASHES[look.dash], linewidth=1.5, label=curve.norm,
+            marker=marker, markersize=4,
+        )  # fmt: skip
+        axes.fill_between(curve.x, low, high, color=look.colour, alpha=0.15, linewidth=0)
     if panel.x_range is not None:
         axes.set_xlim(*panel.x_range)
     if panel.y_range is not None:
@@ -88,24 +95,6 @@ def _draw(panel: Panel, axes: Axes, figure: Figure) -> None:
         axes.set_ylabel(figure.y_label)
 
 
-def _draw_curve(curve: Curve, axes: Axes, points: bool) -> None:
-    look = NORMS[curve.norm].style
-    nan = float("nan")
-    median, low, high = ([nan if v is None else v for v in vs] for vs in (curve.median, curve.low, curve.high))
-    marker = "o" if points or len(curve.x) == 1 else ""
-    axes.plot(
-        curve.x, median, color=look.colour, linestyle=_DASHES[look.dash], linewidth=1.5, label=curve.norm,
-        marker=marker, markersize=4,
-    )  # fmt: skip
-    axes.fill_between(curve.x, low, high, color=look.colour, alpha=0.15, linewidth=0)
-
-
 def _printable(text: str) -> str:
     """Escape what fonts and files cannot represent, such as the bytes of a name that is not UTF-8."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _no_ticks() -> Any:
-    from matplotlib.ticker import NullLocator
-
-    return NullLocator()
