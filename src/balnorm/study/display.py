@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from types import TracebackType
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from balnorm.console import say
@@ -47,7 +47,7 @@ class Display:
             self.say(f"{self.kept} of {len(self.runs)} runs are already finished")
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.live is not None:
             self.live.stop()
 
@@ -88,9 +88,9 @@ class Display:
         for run in self.runs.values():
             times.setdefault(str(run.setting), []).extend(run.seconds)
         everything = [second for seconds in times.values() for second in seconds] or [0.0]
-        mean = {name: sum(own or everything) / len(own or everything) for name, own in times.items()}
-        chosen = [run for run in self.runs.values() if setting in (None, str(run.setting))]
-        times_left = [self.left(run) * mean[str(run.setting)] for run in chosen if self.left(run)]
+        mean = {name: fmean(own or everything) for name, own in times.items() if setting in (None, name)}
+        chosen = [run for run in self.runs.values() if str(run.setting) in mean and self.left(run)]
+        times_left = [self.left(run) * mean[str(run.setting)] for run in chosen]
         return sum(times_left) / max(1, min(self.at_once, len(times_left)))
 
     def table(self) -> Table:
@@ -100,7 +100,7 @@ class Display:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("setting")
         for name in ("done", "running (seed: epoch)", "best so far", "diverged", "failed", "time left"):
-            table.add_column(name, justify="right" if name != "running (seed: epoch)" else "left")
+            table.add_column(name, justify="left" if name.startswith("running") else "right")
         for setting in dict.fromkeys(str(run.setting) for run in self.runs.values()):
             table.add_row(setting, *self.row(setting))
         table.caption = f"{clock(self.time_left())} left" if any(run.lines for run in self.runs.values()) else ""
@@ -128,7 +128,5 @@ def clock(seconds: float) -> str:
     """As ``7.2 s``, ``1:20 min`` or ``3:05 h``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes = seconds / 60
-    if minutes < 60:
-        return f"{int(minutes)}:{int(seconds % 60):02d} min"
-    return f"{int(minutes // 60)}:{int(minutes % 60):02d} h"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"

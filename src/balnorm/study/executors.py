@@ -1,6 +1,8 @@
 """Where runs are trained: in processes on this machine, or as tasks on a Ray cluster.
 
-A run's progress is in its folder, on a disk that both sides see; an executor only reports how its process ended.
+A run's progress is in its folder, on a disk that both sides see; an executor only reports how its process ended. It
+trains up to ``slots`` runs at a time, or ``at_once`` if it has a queue of its own, and ``running`` were submitted and
+have not been returned.
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from balnorm.errors import Failure, Stopped, one_line
 from balnorm.study.results import Result
 from balnorm.training.config import Recipe
 from balnorm.training.processor import ProcessorError, check_precision, remedy_after
-from balnorm.training.run import Run, State
+from balnorm.training.run import Run, RunBusyError, State
 
 __all__ = ["Executor", "LocalExecutor", "RayExecutor", "Resources", "StudyError", "execute"]
 
@@ -55,43 +57,10 @@ class Resources:
     """The command that was typed, which the run records."""
 
 
-class Executor(Protocol):
-    """Trains up to ``slots`` runs at a time, and returns them when their processes have ended."""
-
-    resources: Resources
-    slots: int
-    at_once: int
-    """How many are really trained at a time: fewer than the slots if the executor has a queue of its own."""
-
-    @property
-    def running(self) -> int:
-        """How many were submitted and have not been returned."""
-        ...
-
-    def submit(self, run: Result) -> None: ...
-
-    def ended(self, seconds: float) -> list[Result]:
-        """Wait up to so many seconds for a process to end, and return the runs whose processes have."""
-        ...
-
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in a process of its own where runs are trained. Returns its result, or raises its error."""
-        ...
-
-    def stop(self) -> None:
-        """Ask all runs to save and stop."""
-        ...
-
-    def close(self) -> None:
-        """Release all resources."""
-        ...
-
-
 def execute(folder: Path, recipe: Recipe, resources: Resources) -> End:
     """Train one run in this process. Errors go to ``error.txt`` in its folder, and are returned as one sentence."""
     import torch
 
-    from balnorm.training.run import RunBusyError
     from balnorm.training.trainer import train
 
     run = Run(folder)
@@ -122,8 +91,9 @@ class LocalExecutor:
     """
 
     def __init__(self, slots: int, resources: Resources) -> None:
-        self.slots = self.at_once = slots
         self.resources = resources
+        self.slots = self.at_once = slots
+        self._running: dict[Any, tuple[Any, Any, int, Result]] = {}
         fork = "forkserver" in multiprocessing.get_all_start_methods()
         self._context: Any = multiprocessing.get_context("forkserver" if fork else "spawn")
         if fork:
@@ -131,9 +101,14 @@ class LocalExecutor:
 
             preload = ["balnorm.training.trainer", "torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets"]
             self._context.set_forkserver_preload(preload)
-            with _ignoring_interrupts():  # this process responds to Ctrl-C
+            # The server inherits that Ctrl-C is ignored, which only a main thread can set: this process responds to it.
+            main = threading.current_thread() is threading.main_thread()
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
+            try:
                 forkserver.ensure_running()
-        self._running: dict[Any, tuple[Any, Any, int, Result]] = {}
+            finally:
+                if main:
+                    signal.signal(signal.SIGINT, before)
 
     @property
     def running(self) -> int:
@@ -149,33 +124,33 @@ class LocalExecutor:
         self._running[process.sentinel] = (process, ours, slot, run)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in a process of its own where runs are trained. Returns its result, or raises its error."""
         with ProcessPoolExecutor(1, mp_context=self._context) as pool:
             return pool.submit(function, *arguments).result()
 
     def ended(self, seconds: float) -> list[Result]:
-        ended = wait(list(self._running), timeout=seconds) if self._running else []
-        return [self._ended(sentinel) for sentinel in ended]
+        """Wait up to so many seconds for a process to end, and return the runs whose processes have."""
+        return [self._ended(*self._running.pop(sentinel)) for sentinel in wait(list(self._running), timeout=seconds)]
 
     def stop(self) -> None:
-        for process, _, _, _ in self._running.values():
+        """Ask all runs to save and stop."""
+        for process, *_ in self._running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGINT)
 
     def close(self) -> None:
         """Kill what is still running: it can resume from its last checkpoint."""
-        for process, pipe, _, _ in self._running.values():
+        for process, pipe, *_ in self._running.values():
             process.kill()
             pipe.close()
         self._running.clear()
 
-    def _ended(self, sentinel: Any) -> Result:
-        process, pipe, _, run = self._running.pop(sentinel)
+    def _ended(self, process: Any, pipe: Any, _slot: int, run: Result) -> Result:
         process.join()
-        with contextlib.closing(pipe):
+        with contextlib.closing(pipe), contextlib.suppress(EOFError):
             if pipe.poll():
-                with contextlib.suppress(EOFError):
-                    state, reason = pipe.recv()
-                    return replace(run, state=state, reason=reason)
+                state, reason = pipe.recv()
+                return replace(run, state=state, reason=reason)
         code = process.exitcode
         how = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with code {code}"
         remedy = f"{remedy}, and " if (remedy := remedy_after(-code)) else ""
@@ -195,48 +170,20 @@ def _execute_in_process(folder: Path, recipe: Recipe, resources: Resources, slot
     gpus = torch.cuda.device_count() if resources.device in (None, "cuda") else 0
     if gpus:  # use them in turn unless one was requested
         resources = replace(resources, device=f"cuda:{slot % gpus}")
-    with _quiet():
-        try:
-            result = execute(folder, recipe, resources)
-        except KeyboardInterrupt:  # before training started, or after it ended
-            result = _STOPPED
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # for all output, which would disturb the live display
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    try:
+        result = execute(folder, recipe, resources)
+    except KeyboardInterrupt:  # before training started, or after it ended
+        result = _STOPPED
     with contextlib.suppress(OSError):  # the parent is gone
         pipe.send(result)
-
-
-@contextlib.contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C; processes started inside inherit this."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _stop_without(sentinel: Any) -> None:
     wait([sentinel])
     os.kill(os.getpid(), signal.SIGINT)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Discard all output, which would disturb the live display."""
-    with open(os.devnull, "w") as nowhere:
-        kept = os.dup(1), os.dup(2)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        try:
-            os.dup2(nowhere.fileno(), 1)
-            os.dup2(nowhere.fileno(), 2)
-            yield
-        finally:
-            for number, copy in enumerate(kept, 1):
-                os.dup2(copy, number)
-                os.close(copy)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -253,30 +200,30 @@ class RayExecutor:
         address: the cluster's address, or ``"local"`` for one on this machine.
         resources: what each run gets; its threads are CPUs of the cluster.
         gpus: how many GPUs each run gets; with 0.5, two runs share one.
-        retries: how often to restart a run whose process or machine died. It resumes from its checkpoint.
     """
 
-    def __init__(self, address: str, resources: Resources, gpus: float = 0.0, retries: int = 3) -> None:
+    def __init__(self, address: str, resources: Resources, gpus: float = 0.0) -> None:
         try:
             import ray
         except ModuleNotFoundError:
             raise StudyError("ray is not installed: pip install ray") from None
+        self._ray, self._gpus, self.resources = ray, gpus, resources
         self._connected_here = not ray.is_initialized()
         if self._connected_here:
-            _check_reachable(address)
+            host, separator, port = address.removeprefix("ray://").rpartition(":")
             try:
+                if separator:  # neither "local" nor "auto": try to connect first, because Ray itself waits for minutes
+                    socket.create_connection((host, int(port)), timeout=10).close()
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                raise StudyError(f"no Ray cluster at {address!r} ({first})") from None
-        self._ray, self._gpus, self._retries, self.resources = ray, gpus, retries, resources
-        self.slots = sys.maxsize  # Ray has its own queue
+            except (OSError, RuntimeError, ValueError) as error:
+                raise StudyError(f"no Ray cluster at {address!r} ({_first_line(error)})") from None
         nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        self.slots = sys.maxsize  # Ray has its own queue
         self.at_once = sum([_room(node["Resources"], resources.threads, gpus) for node in nodes if node["Alive"]])
+        self._running: dict[Any, Result] = {}
         if not self.at_once:
             self.close()
             raise StudyError(f"no machine of the Ray cluster has {resources.threads} CPUs and {gpus:g} GPUs for a run")
-        self._running: dict[Any, Result] = {}
 
     @property
     def running(self) -> int:
@@ -292,10 +239,8 @@ class RayExecutor:
             raise error.cause from None
 
     def ended(self, seconds: float) -> list[Result]:
-        if not self._running:
-            return []
         ended, _ = self._ray.wait(list(self._running), timeout=seconds)
-        return [self._ended(reference) for reference in ended]
+        return [self._ended(reference, self._running.pop(reference)) for reference in ended]
 
     def stop(self) -> None:
         for reference in self._running:
@@ -309,39 +254,33 @@ class RayExecutor:
         remote = self._ray.remote(
             num_cpus=self.resources.threads,
             num_gpus=self._gpus,
-            max_retries=self._retries,
+            max_retries=3,  # it resumes from its checkpoint
             max_calls=1,  # a fresh process for each run, with its own peak memory
         )
         return remote(function).remote(*arguments)
 
-    def _ended(self, reference: Any) -> Result:
-        run = self._running.pop(reference)
+    def _ended(self, reference: Any, run: Result) -> Result:
         try:
             state, reason = self._ray.get(reference)
         except self._ray.exceptions.TaskCancelledError:
             state, reason = _STOPPED
         except self._ray.exceptions.RayError as error:
             Run(run.folder).keep_failure(run.recipe, f"{error}\n")
-            state, reason = "failed", (str(error).strip().splitlines() or [type(error).__name__])[0]
+            state, reason = "failed", _first_line(error)
         return replace(run, state=state, reason=reason)
+
+
+Executor = LocalExecutor | RayExecutor
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _room(resources: dict[str, float], threads: int, gpus: float) -> int:
     """How many runs a machine can train at a time."""
     cpus = int(resources.get("CPU", 0) / threads)
     return min(cpus, int(resources.get("GPU", 0) / gpus)) if gpus else cpus
-
-
-def _check_reachable(address: str) -> None:
-    """Try to connect to a network address first: Ray itself waits for minutes."""
-    host, separator, port = address.removeprefix("ray://").rpartition(":")
-    if not separator:  # "local", "auto"
-        return
-    try:
-        with socket.create_connection((host, int(port)), timeout=10):
-            pass
-    except (OSError, ValueError) as error:
-        raise StudyError(f"no Ray cluster at {address!r} ({error})") from None
 
 
 def _execute_on_node(folder: Path, recipe: Recipe, resources: Resources) -> End:

@@ -13,6 +13,7 @@ from balnorm.study.executors import Executor, LocalExecutor, Resources, StudyErr
 from balnorm.study.results import Result
 from balnorm.text_table import text_table
 from balnorm.training.config import Recipe
+from balnorm.training.processor import check_precision
 from balnorm.training.run import Run
 
 __all__ = ["cores", "dry_run", "run_study"]
@@ -98,7 +99,6 @@ def _check_machine(recipes: Sequence[Recipe], resources: Resources) -> None:
     """In a process of its own: raise an error if the device, the processor or the data is unsuitable."""
     from balnorm.training.images import make_loaders
     from balnorm.training.processes import processes
-    from balnorm.training.processor import check_precision
 
     with processes(resources.device) as team:
         for recipe in recipes:
@@ -111,7 +111,6 @@ def _measured(recipe: Recipe, resources: Resources) -> float:
     import torch
 
     from balnorm.profiling import epoch_seconds
-    from balnorm.training.processor import check_precision
 
     torch.set_num_threads(resources.threads)
     check_precision(recipe.precision, resources.device)
