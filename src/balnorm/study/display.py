@@ -73,7 +73,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        if self.show and self.live is not None:
+        if self.live is not None:
             self.live.console.print(text, highlight=False, markup=False)
         elif self.show:
             say(text)

@@ -70,7 +70,10 @@ def figures(results: Results) -> list[Figure]:
             own = curves.setdefault(setting.variation, [])
             if found := values_by_epoch(runs, metric):
                 own.append(_curve(setting.norm, found))
-        panels = [_panel(variation or "all epochs", own) for variation, own in curves.items()]
+        panels = [
+            Panel(variation or "all epochs", "epoch", tuple(own), y_range=_limits(own, calm=True))
+            for variation, own in curves.items()
+        ]
         panels = _alike(panels) if len(panels) > 1 else [*panels, *_zooms(panels[0].curves, percent)]
         if any(panel.curves for panel in panels):
             drawn.append(Figure(key, f"{quantity.capitalize()} by epoch", quantity, percent, tuple(panels)))
@@ -86,11 +89,7 @@ def _curve(norm: str, spreads: Mapping[int, Spread] | Mapping[float, Spread]) ->
     return Curve(norm, x, finite("median"), finite("low"), finite("high"), n)
 
 
-def _panel(title: str, curves: Sequence[Curve]) -> Panel:
-    return Panel(title, "epoch", tuple(curves), y_range=_limits(curves, calm=True))
-
-
-def _zooms(curves: Sequence[Curve], percent: bool) -> list[Panel]:
+def _zooms(curves: tuple[Curve, ...], percent: bool) -> list[Panel]:
     """Panels of the first and the last quarter of the epochs, at least two epochs each; none for short runs."""
     last = max((curve.x[-1] for curve in curves), default=0.0)
     if last < 6:
@@ -105,8 +104,8 @@ def _zooms(curves: Sequence[Curve], percent: bool) -> list[Panel]:
 
     close = [curve for curve in curves if ends and (end := curve.median[-1]) is not None and near(end)]
     return [
-        Panel("early epochs", "epoch", tuple(curves), (1.0, early), _limits(curves, 1.0, early, calm=True)),
-        Panel("last epochs", "epoch", tuple(curves), (late, last), _limits(close, late, last)),
+        Panel("early epochs", "epoch", curves, (1.0, early), _limits(curves, 1.0, early, calm=True)),
+        Panel("last epochs", "epoch", curves, (late, last), _limits(close, late, last)),
     ]
 
 
@@ -155,7 +154,8 @@ def _sweeps(results: Results) -> list[Figure]:
                     own[x] = found
         if len(numbers) < 3:
             continue
-        log, label, panels = min(numbers) > 0 and max(numbers) / min(numbers) >= 10, name.replace("_", " "), []
+        log = min(numbers) > 0 and max(numbers) / min(numbers) >= 10
+        label, panels = name.replace("_", " "), []
         for others, by_norm in points.items():
             if curves := tuple(_curve(norm, spreads) for norm, spreads in by_norm.items() if spreads):
                 title = Setting("", others).variation or "final epoch"

@@ -169,23 +169,22 @@ def _ranking(results: Results, ranked: list[tuple[Setting, Spread]]) -> list[str
 
 def _compared(differences: Differences) -> list[str]:
     """BalNorm against the baseline, if the study has both: a sentence per pair, or one for all if there are many."""
-    baseline, sentences, ahead, behind = differences.baseline, [], 0, 0
-    for setting, found in differences.by_setting.items():
-        if setting.norm != "balnorm":
-            continue
-        ahead, behind = ahead + (found.low > 0), behind + (found.high < 0)
+    baseline, sentences = differences.baseline, []
+    pairs = {setting: found for setting, found in differences.by_setting.items() if setting.norm == "balnorm"}
+    if len(pairs) > 2:
+        ahead, behind = sum(found.low > 0 for found in pairs.values()), sum(found.high < 0 for found in pairs.values())
+        return [
+            f"Seed by seed, balnorm is ahead of {baseline} in {ahead} of {len(pairs)} such pairs of settings and "
+            f"behind in {behind}, as far as 95% intervals that exclude 0 tell."
+        ]
+    for setting, found in pairs.items():
         text = f"Seed by seed, {setting} is {100 * found.median:+.2f} points from {baseline} (median of "
-        text += f"{_many(found.n, 'seed')}"
+        text += _many(found.n, "seed")
         if math.isfinite(found.low):
             verdict = "which does not exclude 0" if found.low <= 0 <= found.high else "which excludes 0"
             text += f", 95% interval {100 * found.low:+.2f} to {100 * found.high:+.2f}, {verdict}"
         sentences.append(f"{text}).")
-    if len(sentences) <= 2:
-        return sentences
-    return [
-        f"Seed by seed, balnorm is ahead of {baseline} in {ahead} of {len(sentences)} such pairs of settings and "
-        f"behind in {behind}, as far as 95% intervals that exclude 0 tell."
-    ]
+    return sentences
 
 
 def _counted(results: Results) -> str:

@@ -228,15 +228,14 @@ class _Reader:
 
 
 _WHEN = ("first_start", "last_start", "started")
-_NO_MACHINE = {*_WHEN, "starts", "command", "resumed"}
+_OF_A_START = {*_WHEN, "starts", "command", "resumed"}
 
 
 def _machines(starts: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Each machine with its versions, once; those with the most starts first."""
     groups: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
     for start in starts:
-        plain = {name: value for name, value in start.items() if isinstance(value, str | int | float)}
-        machine = {name: value for name, value in plain.items() if name not in _NO_MACHINE}
+        machine = {n: v for n, v in start.items() if n not in _OF_A_START and isinstance(v, str | int | float)}
         groups.setdefault(repr(sorted(machine.items())), (machine, []))[1].append(start)
     found = []
     for machine, group in groups.values():
