@@ -1,8 +1,8 @@
 """Where runs are trained: in processes on this machine, or as tasks on a Ray cluster.
 
 A run's progress is in its folder, on a disk that both sides see; an executor only reports how its process ended. It
-trains up to ``slots`` runs at a time, or ``at_once`` if it has a queue of its own, and ``running`` were submitted and
-have not been returned.
+takes up to ``slots`` runs at a time and really trains ``at_once`` of them, fewer if it has a queue of its own;
+``running`` were submitted and have not been returned.
 """
 
 from __future__ import annotations

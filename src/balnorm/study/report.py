@@ -122,7 +122,10 @@ def _write(out: Path, contents: Mapping[str, bytes]) -> None:
     for name in [*contents, *stale]:
         path = out / name
         try:
-            write_atomically(path, contents[name]) if name in contents else path.unlink(missing_ok=True)
+            if name in stale:
+                path.unlink(missing_ok=True)
+            else:
+                write_atomically(path, contents[name])
         except OSError as error:
             errors.append(error)
     if errors:
@@ -162,7 +165,8 @@ def _ranking(results: Results, ranked: list[tuple[Setting, Spread]]) -> list[str
         f"{' and '.join(leaders)} came out highest{alike}: a median test accuracy of {best.median:.2%} after {epochs} "
         f"({spread}{_many(best.n, 'seed')})."
     )
-    others = [f"{s} {f'{found.median:.2%}' if found.median else 'diverged'}" for s, found in ranked[len(leaders) :]]
+    rest = ranked[len(leaders) :]
+    others = [f"{setting} " + (f"{found.median:.2%}" if found.median else "diverged") for setting, found in rest]
     more = f" and {len(others) - 6} more" if len(others) > 6 else ""
     return [sentence, f"Then {', '.join(others[:6])}{more}."] if others else [sentence]
 
