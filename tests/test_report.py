@@ -219,6 +219,15 @@ def test_a_study_of_norms_has_all_epochs_and_two_zooms(tmp_path):
     assert whole.curves[0].median[-1] == pytest.approx(0.9, rel=1e-3)
 
 
+def test_a_figure_has_no_empty_panels(tmp_path):
+    """Four panels in rows of three left two empty axes behind."""
+    for lr in (0.1, 0.2, 0.3, 0.4):
+        make_run(tmp_path, "balnorm", 0, lr=lr)
+    by_epoch = next(figure for figure in figures(read_results([tmp_path])) if figure.key == "accuracy")
+    (svg,) = figure_files(by_epoch, ["svg"]).values()
+    assert svg.count(b'id="axes_') == 4
+
+
 def test_a_legend_stays_inside_its_figure(tmp_path, monkeypatch):
     """Of one panel, and with the longest names."""
     for norm in ["balnorm", "batchnorm", *sorted(NORMS, key=len)[-3:]]:

@@ -48,10 +48,10 @@ def figure_files(figure: Figure, formats: Sequence[str] = FORMATS) -> dict[str, 
         warnings.simplefilter("ignore")  # about characters that the font lacks
         width = _WIDTH * max(columns, 1.6) + 0.3
         canvas = Canvas(figsize=(width, _HEIGHT * rows + 0.7), layout="constrained")
-        axes = canvas.subplots(rows, columns, squeeze=False).flat
-        for panel, place in zip(figure.panels, axes, strict=False):
+        places = canvas.subplots(rows, columns, squeeze=False).ravel()
+        for panel, place in zip(figure.panels, places, strict=False):
             _draw(panel, place, figure)
-        for place in list(axes)[len(figure.panels) :]:
+        for place in places[len(figure.panels) :]:
             place.remove()
         lines = {str(line.get_label()): line for place in canvas.axes for line in place.lines}
         widest = 0.7 + 0.075 * max(map(len, lines), default=0)  # inches of an entry in the legend, about
