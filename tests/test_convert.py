@@ -752,6 +752,20 @@ def test_outputs_inside_objects_count():
     assert not convert(model, example_input=torch.rand(2, 3, 8, 8))[1].removed
 
 
+def test_an_example_without_samples_is_as_good_as_any():
+    """All tensors are then at the same address."""
+
+    def forward(self, x):
+        first, second = self.conv1(x), self.conv2(x)
+        return self.norm1(first) + self.norm2(second)
+
+    norms = {"norm1": nn.BatchNorm2d(3), "norm2": nn.BatchNorm2d(3)}
+    model = Untraceable(Steps(forward, conv1=conv(3, 3), conv2=conv(3, 3), **norms))
+    none, some = (convert(model, example_input=torch.rand(n, 3, 8, 8), dry_run=True)[1] for n in (0, 2))
+    assert none == some
+    assert len(none.removed) == 2
+
+
 @may_balance_nothing
 def test_a_positional_true_is_not_in_place():
     """mean((2, 3), True) keeps a dimension, and does not write into its input."""

@@ -138,6 +138,26 @@ def test_linear_is_the_reference(one_pass):
 
 
 @pytest.mark.parametrize("mass", BF.MASSES)
+def test_a_weight_of_zero_is_not_among_the_positive_ones(mass):
+    """Pruned networks have many. By the closed form, by its gradient and by the composed form."""
+    x, w, bias, gain = tensors((3, 3), 1, False, False)
+    w = torch.where(torch.rand_like(w) < 0.5, 0.0, w)
+    geometry = {"stride": (1, 1), "padding": [(1, 1)] * 2, "dilation": (1, 1)}
+
+    def output_and_gradient(function):
+        leaf = w.clone().requires_grad_()
+        y = function(leaf)
+        return y.detach(), *torch.autograd.grad(y.pow(3).sum(), leaf)
+
+    expected = output_and_gradient(lambda w: reference.balanced_conv(x, w, bias, gain, **geometry, mass=mass)[0])
+    found = output_and_gradient(lambda w: BF.bal_conv2d(x, w, bias, gain, padding=1, mass=mass))
+    torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        composed = BF.bal_conv2d(x, w, bias, gain, padding=1, mass=mass, training=False)
+    torch.testing.assert_close(composed, expected[0])
+
+
+@pytest.mark.parametrize("mass", BF.MASSES)
 def test_input_mass_is_the_reference(mass):
     x = torch.rand(3, 2, 6, 5).double()
     options = {"stride": (2, 1), "dilation": (1, 2)}
@@ -300,6 +320,24 @@ def test_a_part_of_a_larger_running_mass_is_updated_and_nothing_else():
     BF.bal_conv2d(x, torch.randn(3, 2, 3, 3), **options)
     torch.testing.assert_close(large[:, :2], BF.input_mass(x, 3, mass="position"))
     assert not large[:, 2:].any()
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_running_mass_of_any_layout_is_updated_tap_by_tap(layout):
+    running, counter = torch.ones(1, 3, 2, 4).contiguous(memory_format=layout), torch.tensor(0)
+    x, options = torch.rand(4, 3, 6, 6), {"padding": 1, "mass": "position"}
+    BF.bal_conv2d(x, torch.randn(5, 3, 2, 4), running_mass=running, num_batches_tracked=counter, **options)
+    torch.testing.assert_close(running, BF.input_mass(x, (2, 4), **options))
+
+
+@pytest.mark.parametrize("mass", BF.MASSES)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_part_of_larger_images_has_the_mass_of_that_part(mass, layout):
+    part = torch.rand(3, 4, 9, 8).contiguous(memory_format=layout)[:, :, 1:7, 2:7]
+    w, options = torch.randn(5, 4, 3, 3), {"padding": 1, "mass": mass}
+    with torch.no_grad():
+        torch.testing.assert_close(BF.input_mass(part, 3, **options), BF.input_mass(part.contiguous(), 3, **options))
+    torch.testing.assert_close(BF.bal_conv2d(part, w, **options), BF.bal_conv2d(part.contiguous(), w, **options))
 
 
 def test_a_gain_elsewhere_is_refused():

@@ -156,4 +156,6 @@ def test_channels_last_3d_is_kept():
     layer = BalNormConv3d(4, 8, 3).to(memory_format=torch.channels_last_3d)
     y = layer(torch.rand(2, 4, 5, 5, 5).contiguous(memory_format=torch.channels_last_3d))
     assert y.is_contiguous(memory_format=torch.channels_last_3d)
+    (gradient,) = torch.autograd.grad(y.sum(), layer.weight)
+    assert gradient.is_contiguous(memory_format=torch.channels_last_3d)
     assert layer.effective_weight().is_contiguous(memory_format=torch.channels_last_3d)

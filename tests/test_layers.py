@@ -52,10 +52,18 @@ def test_it_is_the_torch_layer_with_more(name):
         ({"output_scale": "ones"}, "output_scale must be 'unit_variance' or a positive finite number, got 'ones'"),
         ({"output_scale": float("nan")}, "output_scale must be 'unit_variance' or a positive finite number"),
         ({"output_scale": None}, "output_scale must be 'unit_variance' or a positive finite number, got None"),
+        ({"output_scale": float("inf")}, "output_scale must be 'unit_variance' or a positive finite number, got inf"),
+        ({"output_scale": True}, "output_scale must be 'unit_variance' or a positive finite number, got True"),
         ({"output_scale": 0.0}, "output_scale must be 'unit_variance' or a positive finite number, got 0.0"),
         ({"momentum": "0.1"}, "momentum must be None .* or between 0 and 1, got '0.1'"),
+        ({"momentum": True}, "momentum must be None .* or between 0 and 1, got True"),
+        ({"stats_fraction": True}, "stats_fraction must be above 0 and at most 1, got True"),
         ({"stats_fraction": None}, "stats_fraction must be above 0 and at most 1, got None"),
         ({"one_pass": "two"}, "one_pass must be True or False, got 'two'"),
+        ({"signed_input": 1}, "signed_input must be True or False, got 1"),
+        ({"sync_stats": None}, "sync_stats must be True or False, got None"),
+        ({"affine": 0}, "affine must be True or False, got 0"),
+        ({"track_running_stats": "no"}, "track_running_stats must be True or False, got 'no'"),
         ({"process_group": object()}, "process_group needs sync_stats=True"),
         ({"padding_mode": "mirror"}, "padding_mode must be one of"),
     ],
@@ -120,9 +128,24 @@ def test_stats_fraction_takes_the_leading_samples():
     torch.testing.assert_close(layer.running_mass, BF.input_mass(x[:1], 3))
 
 
+@pytest.mark.parametrize(("fraction", "counted"), [(0.5, 3), (0.3, 2), (0.29, 1), (0.01, 1)])
+def test_a_fraction_is_rounded_to_the_nearest_sample_halves_up(fraction, counted):
+    x = torch.rand(5, 3, 6, 6)
+    torch.testing.assert_close(BF.input_mass(x, 3, stats_fraction=fraction), BF.input_mass(x[:counted], 3))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+def test_a_fraction_of_no_samples_changes_no_statistics(name):
+    layer = CASES[name].build(stats_fraction=0.5)
+    layer(CASES[name].input()[:0])
+    assert layer.num_batches_tracked == 0
+    assert (layer.running_mass == 1).all()
+
+
 def test_linear_takes_the_fraction_of_the_first_dimension():
     layer = BalNormLinear(3, 4, stats_fraction=0.5)
-    x = torch.rand(4, 5, 3)
+    x = torch.rand(3, 5, 3)  # two of three, and not half of fifteen
     layer(x)
     torch.testing.assert_close(layer.running_mass, x[:2].mean((0, 1), keepdim=True)[0])
 

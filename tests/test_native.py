@@ -153,6 +153,13 @@ def test_sums_of_many_numbers_lose_nothing_to_speak_of():
         )
 
 
+def test_images_of_ever_new_sizes_are_not_remembered_for_ever():
+    layer = balnorm.BalNormConv2d(1, 1, 1)
+    for size in range(1, 300):
+        layer(torch.rand(1, 1, 1, size))
+    assert len(layer._plan.shapes) < 110
+
+
 def test_a_change_of_the_running_mass_is_noticed_by_autograd():
     layer, x = balnorm.BalNormConv2d(3, 4, 3), torch.rand(2, 3, 6, 6)
     loss = (layer.running_mass * layer.weight).sum()

@@ -197,6 +197,19 @@ def test_every_path_agrees_on_what_is_zero(mass, one_pass):
         torch.testing.assert_close(other, y, rtol=1e-3, atol=1e-4, msg=lambda m, path=path: f"{path}: {m}")
 
 
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_a_weight_beyond_float16_is_its_largest_number(name, grad):
+    """Which a network reaches that balances inputs of about 1e-6."""
+    layer = CASES[name].build(dtype=torch.float16)
+    x = CASES[name].input().half() * 1e-6
+    with torch.set_grad_enabled(grad):
+        layer(x)
+        assert layer.eval().effective_weight().abs().max() == torch.finfo(torch.float16).max
+        assert layer(x).isfinite().all()
+        assert layer.train()(x).isfinite().all()
+
+
 def test_inputs_whose_sum_overflows_give_the_bias():
     layer = BalNormConv2d(3, 4, 3)
     layer(torch.rand(2, 3, 6, 6))

@@ -108,6 +108,19 @@ def test_autocast(name, mass, one_pass, dtype):
         torch.testing.assert_close(low.grad / scale, exact.grad / scale, atol=0.05, rtol=0.05)
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("name", ["linear", "conv2d", "transposed2d"])
+def test_a_backward_pass_under_autocast_is_that_without(name, create_graph):
+    layer, x = CASES[name].build(mass="position"), CASES[name].input().requires_grad_()
+    gradients = []
+    for inside in (False, True):
+        loss = layer(x).square().sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            gradients.append(torch.autograd.grad(loss, [x, *layer.parameters()], create_graph=create_graph))
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
 def test_input_mass_is_in_full_precision_under_autocast():
     x = torch.rand(2, 3, 6, 6)
     with torch.autocast("cpu", dtype=torch.bfloat16):
