@@ -317,9 +317,14 @@ def assert_the_same_command_goes_on(out, whole_study):
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("how", ["killed", "Ctrl-C"])
 def test_a_study_that_is_killed_or_stopped_goes_on_to_the_same_result(whole_study, out, how):
+    """Also one that a script has put into the background, where Ctrl-C is ignored at first."""
     log = out.with_suffix(".log")
-    with log.open("w") as printed:
-        process = held_study(out, stdout=printed, stderr=printed, start_new_session=True)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with log.open("w") as printed:
+            process = held_study(out, stdout=printed, stderr=printed, start_new_session=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     wait_until(lambda: len(waiting(out)) == 2, process)
     assert len(trainers(out)) == 2
     if how == "killed":

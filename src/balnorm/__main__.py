@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 __all__ = ["main"]
@@ -15,6 +16,9 @@ def main() -> int:
         advice = "pip install '.[study]' in a clone of the repository"
         print(f"balnorm: the command line needs {error.name}: {advice}", file=sys.stderr)
         return 1
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As a script starts what it puts into the background. `kill -INT` is to save and stop a study there too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return run()
 
 
