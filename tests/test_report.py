@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import balnorm
 from balnorm.cli import main
 from balnorm.norms import NORMS
-from balnorm.study.figures import figures
+from balnorm.study.figures import Curve, Figure, Panel, figures
 from balnorm.study.plots import figure_files
 from balnorm.study.report import summarize, write_report
 from balnorm.study.results import read_results
@@ -219,24 +219,34 @@ def test_a_study_of_norms_has_all_epochs_and_two_zooms(tmp_path):
     assert whole.curves[0].median[-1] == pytest.approx(0.9, rel=1e-3)
 
 
-def test_a_figure_has_no_empty_panels(tmp_path):
-    """Four panels in rows of three left two empty axes behind."""
-    for lr in (0.1, 0.2, 0.3, 0.4):
-        make_run(tmp_path, "balnorm", 0, lr=lr)
-    by_epoch = next(figure for figure in figures(read_results([tmp_path])) if figure.key == "accuracy")
-    (svg,) = figure_files(by_epoch, ["svg"]).values()
-    assert svg.count(b'id="axes_') == 4
+@pytest.fixture
+def canvases(monkeypatch):
+    """What matplotlib was asked to save."""
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda canvas, *_, **__: drawn.append(canvas))
+    return drawn
 
 
-def test_a_legend_stays_inside_its_figure(tmp_path, monkeypatch):
+def figure_of(*panels, **options):
+    return Figure(**{"key": "accuracy", "title": "", "y_label": "", "percent": True, "panels": panels, **options})
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7])
+def test_a_figure_has_axes_for_its_panels_and_no_more(canvases, count):
+    """Empty ones stayed in the last row."""
+    panel = Panel("", "epoch", (Curve("none", (1.0, 2.0), (0.5, 0.6), (0.4, 0.5), (0.6, 0.7), (3, 3)),))
+    figure_files(figure_of(*[panel] * count), ["svg"])
+    assert len(canvases[0].axes) == count
+    assert all(axes.lines for axes in canvases[0].axes)
+
+
+def test_a_legend_stays_inside_its_figure(tmp_path, canvases):
     """Of one panel, and with the longest names."""
     for norm in ["balnorm", "batchnorm", *sorted(NORMS, key=len)[-3:]]:
         for lr in (0.1, 0.2, 0.3):
             make_run(tmp_path, norm, 0, lr=lr)
-    drawn = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda canvas, *_, **__: drawn.append(canvas))
     figure_files(next(figure for figure in figures(read_results([tmp_path])) if figure.key == "by-lr"), ["png"])
-    (canvas,) = drawn
+    (canvas,) = canvases
     canvas.draw_without_rendering()
     box = canvas.legends[0].get_window_extent()
     assert box.x0 >= 0
