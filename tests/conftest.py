@@ -82,6 +82,14 @@ def _ctrl_c_works():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_for_fixtures():
+    """What a whole file or session shares is made before the fixture below has its turn."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     """The suite runs one process a core: more threads in each would only fight for them.
