@@ -5,6 +5,7 @@ import functools
 import hashlib
 import io
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -12,14 +13,18 @@ import random
 import signal
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import held
 from balnorm import BalNormConv2d, export, scale_to_data
+from balnorm.data import Images
+from balnorm.errors import Stopped
 from balnorm.recipes import RECIPES, get_recipe
 from balnorm.study.executors import LocalExecutor, Resources
 from balnorm.training import config
@@ -28,6 +33,7 @@ from balnorm.training.files import create_atomically, write_atomically
 from balnorm.training.images import make_loaders
 from balnorm.training.learner import Learner, make_model, make_optimizer, set_rates
 from balnorm.training.processes import Processes
+from balnorm.training.progress import Progress
 from balnorm.training.run import Run, RunBusyError, RunError
 from balnorm.training.schedules import Rates, rates
 from balnorm.training.trainer import Position, train
@@ -379,6 +385,37 @@ def test_a_diverged_run_is_a_result(tmp_path):
     json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
 
 
+@pytest.mark.parametrize("loss", [math.inf, math.nan])
+def test_a_test_loss_that_is_not_finite_is_divergence(tmp_path, monkeypatch, loss):
+    """Also where all losses in training were finite."""
+    monkeypatch.setattr(Learner, "evaluate", lambda _: {"test_loss": loss, "test_accuracy": 0.1})
+    (record,) = train(SMALL, tmp_path / "run", show=False)
+    assert record.keys() == {"epoch", "diverged", "seconds", "peak_memory"}
+    assert (record["epoch"], record["diverged"]) == (1, True)
+
+
+@pytest.mark.parametrize(("data", "flip"), [("cifar10", True), ("svhn", False)])
+@pytest.mark.parametrize(("norm", "pixels"), [("balnorm", "unit"), ("batchnorm", "standardized")])
+def test_loaders_are_what_the_recipe_says(monkeypatch, data, flip, norm, pixels):
+    def load(name, root, split, limit):
+        images = np.random.default_rng(0).integers(0, 256, (limit, 3, 32, 32), dtype=np.uint8)
+        return Images(images, np.arange(limit) % 10, tuple(f"{name} {n}" for n in range(10)))
+
+    monkeypatch.setattr("balnorm.training.images.load", load)
+    recipe = replace(SMALL, data=data, norm=norm, seed=7, padding=3, batch_size=8, train_limit=40, test_limit=30)
+    train_loader, test_loader, images = make_loaders(recipe, Processes(1, 2, torch.device("cpu")), Path("data"))
+    assert (train_loader.flip, train_loader.padding, train_loader.shares.seed) == (flip, 3, 7)
+    assert (test_loader.flip, test_loader.padding, test_loader.shares.training) == (False, 0, False)
+    assert train_loader.pixels == test_loader.pixels == pixels
+    assert train_loader.statistics == test_loader.statistics == images.statistics
+    assert (images.count, images.channels, images.size, images.classes[0]) == ((40, 30), 3, 32, f"{data} 0")
+    for loader in (train_loader, test_loader):
+        assert (loader.shares.rank, loader.shares.world) == (1, 2)
+    make_loaders(replace(recipe, padding=32), Processes(0, 1, torch.device("cpu")), Path("data"))
+    with pytest.raises(ValueError, match="padding must be at most 32, the size of an image, got 33"):
+        make_loaders(replace(recipe, padding=33), Processes(0, 1, torch.device("cpu")), Path("data"))
+
+
 def test_images_in_folders_train(tmp_path):
     from PIL import Image
 
@@ -427,6 +464,64 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     assert "repeat the command to resume" in errors
     assert "Traceback" not in errors
     assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")[1] is None
+
+
+@pytest.mark.parametrize(("times", "answer"), [(1, Stopped), (2, KeyboardInterrupt)])
+def test_ctrl_c_ends_an_epoch_of_few_steps_and_a_second_one_a_step(tmp_path, monkeypatch, times, answer):
+    recipe, step = replace(SMALL, epochs=1, train_limit=192), Learner.step
+    steps = []
+
+    def interrupted(self, *arguments):
+        for _ in range(0 if steps else times):
+            signal.raise_signal(signal.SIGINT)
+        steps.append(arguments)
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Learner, "step", interrupted)
+    with pytest.raises(answer):
+        train(recipe, tmp_path / "run", show=False)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert len(steps) == (3 if answer is Stopped else 0)
+    assert Run(tmp_path / "run").checkpoint.exists() == (answer is Stopped)
+
+
+@pytest.mark.parametrize(("minutes", "steps"), [(0.0, [10, 0, 10, 0]), (1e6, [0, 0]), (None, [0, 0])])
+def test_a_run_is_saved_within_an_epoch_when_it_is_time(tmp_path, monkeypatch, minutes, steps):
+    """Which it looks up after ten steps, and they are an epoch here."""
+    saved = []
+    monkeypatch.setattr(
+        "balnorm.training.trainer.save_checkpoint", lambda _, state: saved.append(state["position"]["step"])
+    )
+    train(SMALL, tmp_path / "run", show=False, checkpoint_minutes=minutes)
+    assert saved == steps
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(tmp_path, monkeypatch, whole):
+    """The record of its first epoch is there already."""
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("balnorm.training.trainer.save_checkpoint", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(SMALL, tmp_path / "run", show=False)
+    assert len(Run(tmp_path / "run").records()) == 1
+    monkeypatch.undo()
+    train(SMALL, tmp_path / "run", show=False)
+    assert_same(whole, tmp_path / "run")
+
+
+def test_the_time_of_an_epoch_is_that_of_all_its_parts(tmp_path):
+    run, hours = Run(tmp_path / "run"), 1e6
+    stop_after(SMALL, run.folder, 13)
+    state, _ = load_checkpoint(run.checkpoint)
+    state["position"]["seconds"] = hours
+    save_checkpoint(run.checkpoint, state)
+    stop_after(SMALL, run.folder, 2)
+    position = load_checkpoint(run.checkpoint).state["position"]
+    assert (position["step"], position["seconds"] > hours) == (5, True)
+    first, second = train(SMALL, run.folder, show=False)
+    assert first["seconds"] < hours < second["seconds"]
 
 
 def test_a_changed_recipe_is_refused_by_name(whole):
@@ -603,6 +698,15 @@ def test_no_good_checkpoint_is_one_sentence(tmp_path):
     assert load_checkpoint(tmp_path / "nothing.pt") is None
 
 
+@pytest.mark.parametrize(("finished", "epoch", "diverged"), [(False, 1, False), (True, 2, False), (True, 1, True)])
+def test_a_state_from_before_version_0_2_tells_diverged_from_finished(tmp_path, finished, epoch, diverged):
+    """It has one word for both: a run that ended before its last epoch diverged."""
+    state = {"position": {"epoch": epoch, "finished": finished}, "recipe": {"epochs": 2}}
+    save_checkpoint(tmp_path / "checkpoint.pt", state)
+    loaded, _ = load_checkpoint(tmp_path / "checkpoint.pt")
+    assert loaded["position"] == {"epoch": epoch, "diverged": diverged}
+
+
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     path = tmp_path / "checkpoint.pt"
     for step in range(2):
@@ -741,6 +845,29 @@ def test_the_command_line(tmp_path):
     assert process.returncode == 0, errors
     assert "digits groupnorm seed 3  epoch 2/2  train loss" in output
     assert Run(tmp_path / "runs" / "digits-groupnorm-3").recipe().norm == "groupnorm"
+
+
+def test_a_terminal_sees_how_far_a_run_is_ten_times_a_second(monkeypatch):
+    now = 5.0
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("balnorm.training.progress.time", types.SimpleNamespace(monotonic=lambda: now))
+    with Progress("a run", epochs=3) as progress:
+        progress.step(1, 4, 10, loss=0.5, accuracy=0.25, images_per_second=1234.4)
+        (task,) = progress.bar.tasks
+        assert (task.description, task.completed, task.total) == ("a run", 14, 30)
+        assert task.fields["note"] == "epoch 2/3  loss 0.500  accuracy 25.0%  1,234 images/s"
+        now = 5.05
+        progress.step(1, 5, 10, 0.4, 0.5, 1000.0)
+        assert task.completed == 14
+        now = 5.15
+        progress.step(1, 6, 10, 0.4, 0.5, 1000.0)
+        assert task.completed == 16
+
+
+def test_a_run_that_is_to_say_nothing_says_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    train(replace(SMALL, epochs=1, train_limit=64), tmp_path / "run", show=False)
+    assert capfd.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
