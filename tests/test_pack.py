@@ -130,9 +130,16 @@ def test_a_packed_study_never_loses_runs(study, tmp_path, capsys):
     make_run(tmp_path / "other", "balnorm", 7)
     assert main(["pack", str(tmp_path / "other"), "--out", str(tmp_path / "packed")]) == 1
     assert "holds a packed study with 6 runs that are not in this one" in capsys.readouterr().err
+    other_numbers = shutil.copytree(study, tmp_path / "again") / "runs" / "balnorm-lr=0.1-seed0" / "metrics.jsonl"
+    other_numbers.write_text(other_numbers.read_text().replace('"test_accuracy": 0.7', '"test_accuracy": 0.8'))
+    assert main(["pack", str(tmp_path / "again"), "--out", str(tmp_path / "packed")]) == 1
+    assert "holds a packed study with 1 runs that are not in this one" in capsys.readouterr().err
     (tmp_path / "packed" / "study.json").write_text("{")
     assert main(["pack", str(study), "--out", str(tmp_path / "packed")]) == 1
     assert "study.json cannot be read" in capsys.readouterr().err
+    (tmp_path / "packed" / "study.json").unlink()
+    assert main(["pack", str(study), "--out", str(tmp_path / "packed")]) == 1
+    assert "study.json cannot be read (No such file or directory)" in capsys.readouterr().err
     assert (tmp_path / "packed" / "metrics.csv").read_bytes() == before
     with pytest.raises(RunError, match="no finished run"):
         write_packed(replace(read_results([study]).packed(), runs={}), tmp_path / "packed")
@@ -238,6 +245,8 @@ DAMAGE = {
     "wrong recipe": (change("study.json", '"epochs": 3', '"epochs": "3"'), "line 2: epochs cannot be '3'"),
     "evil recipe": (change("study.json", '"epochs"', '"evil": 1, "epochs"'), "line 2: a recipe has no evil"),
     "commands": (change("study.json", '["balnorm compare digits"]', "[5]"), "commands should be a list of texts"),
+    "no start": (change("study.json", '"starts": 6', '"starts": 0'), "environments should be a list"),
+    "other values": (change("study.json", "[0.1, 0.5]", "[0.1, 0.7]"), "does not hold the 6 runs that study.json"),
     "environments": (change("study.json", '"starts": 6', '"starts": "6"'), "environments should be a list"),
     "no metrics": (lose_metrics, "metrics.csv cannot be read (No such file or directory)"),
     "no table": (write("metrics.csv", b"\xff\x00\n"), "metrics.csv cannot be read"),

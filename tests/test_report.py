@@ -219,6 +219,37 @@ def test_a_study_of_norms_has_all_epochs_and_two_zooms(tmp_path):
     assert whole.curves[0].median[-1] == pytest.approx(0.9, rel=1e-3)
 
 
+@pytest.mark.parametrize(("epochs", "ranges"), [(5, [None]), (6, [None, (1, 2), (5, 6)])])
+def test_runs_of_fewer_than_six_epochs_are_shown_as_a_whole(tmp_path, epochs, ranges):
+    make_run(tmp_path, accuracies=[0.1 * (e + 1) for e in range(epochs)])
+    accuracy = figures(read_results([tmp_path]))[0]
+    assert [panel.x_range for panel in accuracy.panels] == ranges
+
+
+def test_an_axis_holds_all_values_with_a_margin_but_no_spike_of_the_loss(tmp_path):
+    make_run(tmp_path, accuracies=[0.5, 0.6, 0.9], losses=[2.0, 50.0, 0.5])
+    accuracy, loss, _ = figures(read_results([tmp_path]))
+    assert accuracy.panels[0].y_range == pytest.approx((0.48, 0.92))
+    assert loss.panels[0].y_range == pytest.approx((0.5 - 0.105, 1.3 * 2.0 + 0.105))
+
+
+def test_a_run_that_is_ahead_but_not_at_its_end_does_not_decide_what_is_seen_there(tmp_path):
+    make_run(tmp_path, "balnorm", 0, [0.5] * 12)
+    make_run(tmp_path, "batchnorm", 0, [0.9] * 3, epochs=12)
+    late = figures(read_results([tmp_path]))[0].panels[2]
+    assert late.y_range == pytest.approx((0.49, 0.51))
+
+
+def test_a_sweep_takes_three_numbers_and_is_logarithmic_from_a_factor_of_ten_on(tmp_path):
+    logarithmic = {}
+    for rates in ((0.1, 1.0), (0.1, 0.3, 0.9), (0.1, 0.3, 1.0)):
+        for lr in rates:
+            make_run(tmp_path / f"{rates}", lr=lr)
+        drawn = [figure for figure in figures(read_results([tmp_path / f"{rates}"])) if figure.key == "by-lr"]
+        logarithmic[rates] = [panel.x_log for figure in drawn for panel in figure.panels]
+    assert logarithmic == {(0.1, 1.0): [], (0.1, 0.3, 0.9): [False], (0.1, 0.3, 1.0): [True]}
+
+
 @pytest.fixture
 def canvases(monkeypatch):
     """What matplotlib was asked to save."""
@@ -238,6 +269,21 @@ def test_a_figure_has_axes_for_its_panels_and_no_more(canvases, count):
     figure_files(figure_of(*[panel] * count), ["svg"])
     assert len(canvases[0].axes) == count
     assert all(axes.lines for axes in canvases[0].axes)
+
+
+def test_a_panel_is_drawn_as_it_says(canvases):
+    several = Curve("balnorm", (0.1, 0.3, 1.0), (0.5, None, 0.7), (0.4, 0.4, 0.6), (0.6, 0.7, 0.8), (3, 3, 3))
+    one = Curve("none", (0.3,), (0.5,), (0.4,), (0.6,), (1,))
+    panel = Panel("", "lr", (several, one), (0.05, 2.0), (0.35, 0.85), x_log=True)
+    for key in ("accuracy", "by-lr"):
+        figure_files(figure_of(panel, key=key), ["svg"])
+    (by_epoch,), (sweep,) = (canvas.axes for canvas in canvases)
+    assert (by_epoch.get_xlim(), by_epoch.get_ylim()) == ((0.05, 2.0), (0.35, 0.85))
+    assert by_epoch.get_xscale() == "log"
+    assert by_epoch.yaxis.get_major_formatter()(0.625, 0) == "62.5%"
+    assert [line.get_marker() for line in by_epoch.lines] == ["", "o"]  # a single point has no line
+    assert [line.get_marker() for line in sweep.lines] == ["o", "o"]
+    assert [math.isnan(y) for y in by_epoch.lines[0].get_ydata()] == [False, True, False]
 
 
 def test_a_legend_stays_inside_its_figure(tmp_path, canvases):

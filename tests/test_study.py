@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from dataclasses import replace
 
 import pytest
@@ -19,11 +20,12 @@ import held
 from balnorm.cli import main
 from balnorm.errors import Stopped
 from balnorm.recipes import get_recipe
+from balnorm.study import executors
 from balnorm.study.display import Display, clock
 from balnorm.study.executors import LocalExecutor, Resources, StudyError, execute
 from balnorm.study.grid import plan
 from balnorm.study.results import Result, Setting, settings_of
-from balnorm.study.runner import run_study
+from balnorm.study.runner import dry_run, run_study
 from balnorm.training.run import Run
 from folders import SMALL, STUDY, make_run, results
 from held import PATIENCE, gate, trainers, wait_until, waiting
@@ -243,9 +245,11 @@ def test_a_device_that_is_not_here_is_told_at_once(tmp_path, capfd, command, dev
 
 
 def test_missing_data_is_told_before_anything_runs(tmp_path, capfd):
-    for recipe in (["cifar10-desk"], ["digits", "--vary", "data=digits,cifar10"]):
+    both = ["data=digits,cifar10", "data=cifar10,digits"]
+    for recipe in (["cifar10-desk"], *(["digits", "--vary", data] for data in both)):
         where = ["--root", str(tmp_path / "data"), "--out", str(tmp_path / "study")]
-        assert main(["compare", *recipe, *where]) == 1
+        little = ["--norms", "none", "--seeds", "1", "--epochs", "1", "--train-limit", "200"]
+        assert main(["compare", *recipe, *where, *little]) == 1
         printed = capfd.readouterr().err
         assert printed.count("\n") == 1
         assert "balnorm data get cifar10" in printed
@@ -286,6 +290,81 @@ def test_a_dry_run_estimates_and_writes_nothing(tmp_path, capfd):
     assert re.search(r"balnorm lr=0.1 +2 +6 ", printed)
     assert re.search(r"8 of 8 runs to do, 2 at a time: about [\d.:]+ (s|min|h) on this machine", printed)
     assert not (tmp_path / "study").exists()
+
+
+def test_a_dry_run_counts_the_epochs_that_are_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalExecutor, "call", lambda *_: 10.0)  # seconds for an epoch
+    done, begun, new = plan(DIGITS, tmp_path, ["balnorm"], 3)
+    runs = [replace(done, state="finished", lines=({},) * 3), replace(begun, state="unfinished", lines=({},)), new]
+    printed = dry_run(runs, 8, Resources())
+    assert re.search(r"\nbalnorm +2 +5 +10\.0 s +50\.0 s\n", printed)
+    assert "2 of 3 runs to do, 2 at a time: about 25.0 s on this machine" in printed
+
+
+def test_a_run_gets_a_slot_that_is_free(tmp_path):
+    slots, pipe = [], types.SimpleNamespace(close=lambda: None)
+
+    class Process:
+        def __init__(self, target, args):
+            slots.append(args[3])
+            self.sentinel = len(slots)
+
+        def start(self):
+            pass
+
+    executor = LocalExecutor(3, Resources())
+    executor._context = types.SimpleNamespace(Pipe=lambda duplex: (pipe, pipe), Process=Process)
+    *first, last = plan(DIGITS, tmp_path, ["balnorm"], 4)
+    for run in first:
+        executor.submit(run)
+    del executor._running[2]  # the second has ended
+    executor.submit(last)
+    assert slots == [0, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("device", "used"),
+    [
+        (None, ["cuda:0", "cuda:1", "cuda:0"]),
+        ("cuda", ["cuda:0", "cuda:1", "cuda:0"]),
+        ("cuda:1", ["cuda:1"] * 3),
+        ("cpu", ["cpu"] * 3),
+    ],
+)
+def test_two_gpus_are_used_in_turn_unless_one_was_asked_for(tmp_path, monkeypatch, device, used):
+    found = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(os, "setpgrp", lambda: None, raising=False)  # this is no process of a run
+    monkeypatch.setattr(executors, "execute", lambda _, __, resources: found.append(resources.device))
+    pipe = types.SimpleNamespace(send=lambda _: None)
+    for slot in range(3):
+        executors._execute_in_process(tmp_path, DIGITS, Resources(device=device), slot, pipe)
+    assert found == used
+
+
+@pytest.mark.parametrize(
+    ("machine", "threads", "gpus", "runs"),
+    [
+        ({"CPU": 7.0}, 2, 0.0, 3),
+        ({"CPU": 8.0, "GPU": 2.0}, 1, 0.5, 4),
+        ({"CPU": 2.0, "GPU": 4.0}, 1, 1.0, 2),
+        ({"CPU": 8.0}, 1, 1.0, 0),
+        ({"GPU": 1.0}, 1, 1.0, 0),
+    ],
+)
+def test_a_machine_has_room_for_what_its_processors_and_gpus_both_allow(machine, threads, gpus, runs):
+    assert executors._room(machine, threads, gpus) == runs
+
+
+@pytest.mark.parametrize(("busy", "end"), [(2, "finished"), (1000, "busy")])
+def test_a_task_waits_a_minute_for_a_lock_that_outlives_its_process(tmp_path, monkeypatch, busy, end):
+    waited = []
+    monkeypatch.setattr(sys, "argv", sys.argv)  # which a task replaces
+    monkeypatch.setattr(executors, "execute", lambda *_: ("busy" if len(waited) < busy else "finished", ""))
+    clock = types.SimpleNamespace(monotonic=lambda: sum(waited), sleep=waited.append)
+    monkeypatch.setattr(executors, "time", clock)
+    assert executors._execute_on_node(tmp_path / "run", DIGITS, Resources()) == (end, "")
+    assert sum(waited) == min(busy, 61)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -412,8 +491,28 @@ def test_the_time_left_is_what_the_epochs_took(tmp_path):
     assert display.row("balnorm")[:4] == ["1/3", "", "60.00%", "1"]
 
 
+def test_the_time_left_of_a_setting_is_what_its_own_epochs_took(tmp_path):
+    took, runs = {"balnorm": 1.0, "none": 4.0}, []
+    for member in plan(DIGITS, tmp_path, list(took), 2):
+        line = {"seconds": took[member.recipe.norm], "test_accuracy": 0.5}
+        runs.append(member if member.recipe.seed else replace(member, state="finished", lines=(line,) * 3))
+    display = Display(runs, at_once=1, show=False)
+    assert [display.time_left(setting) for setting in ("balnorm", "none", None)] == [3.0, 12.0, 15.0]
+    assert display.row("none")[-1] == "12.0 s"
+
+
+def test_of_many_runs_at_once_four_are_named(tmp_path):
+    members = plan(DIGITS, tmp_path, ["balnorm"], 6)
+    display = Display(members, at_once=6, show=False)
+    for count, member in enumerate(members, 1):
+        display.started(member)
+        named = "  ".join(f"{seed}: 0/3" for seed in range(min(count, 4)))
+        assert display.row("balnorm")[1] == named + (" ..." if count > 4 else "")
+
+
 def test_clocks():
     assert [clock(s) for s in (7.24, 80, 3600 * 3 + 300)] == ["7.2 s", "1:20 min", "3:05 h"]
+    assert [clock(s) for s in (59.9, 60, 3599, 3600)] == ["59.9 s", "1:00 min", "59:59 min", "1:00 h"]
 
 
 def test_a_run_that_somebody_else_trains_is_left_to_them(tmp_path, capfd):
