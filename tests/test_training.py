@@ -852,7 +852,7 @@ def test_a_terminal_sees_how_far_a_run_is_ten_times_a_second(monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("balnorm.training.progress.time", types.SimpleNamespace(monotonic=lambda: now))
     with Progress("a run", epochs=3) as progress:
-        progress.step(1, 4, 10, loss=0.5, accuracy=0.25, images_per_second=1234.4)
+        progress.step(1, 4, 10, loss=0.5, accuracy=0.25, speed=1234.4)
         (task,) = progress.bar.tasks
         assert (task.description, task.completed, task.total) == ("a run", 14, 30)
         assert task.fields["note"] == "epoch 2/3  loss 0.500  accuracy 25.0%  1,234 images/s"
