@@ -785,6 +785,18 @@ def torchrun(*arguments, restarts=0):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def test_processes_wait_until_nobody_holds_what_they_summed(monkeypatch):
+    """A thread of gloo that let go of it while Python was about to exit ended the process with SIGABRT."""
+    held_by_gloo, waits = [], []
+    monkeypatch.setattr("torch.distributed.all_reduce", held_by_gloo.append)
+    monkeypatch.setattr("balnorm.training.processes.time.sleep", lambda _: waits.append(held_by_gloo.pop().item()))
+    team = Processes(0, 2, torch.device("cpu"))
+    assert [team.sum(torch.tensor([n])).item() for n in (3, 4)] == [3, 4]
+    team.let_go()
+    assert not held_by_gloo
+    assert waits == [4, 3]
+
+
 def test_two_processes_give_the_result_of_one(tmp_path):
     alone = replace(SMALL, sync_stats=True)
     train(alone, tmp_path / "one", show=False)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import datetime as dt
 import os
+import time
+import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,7 @@ class Processes:
     rank: int
     world: int
     device: torch.device
+    _sent: deque[weakref.ref[torch.Tensor]] = field(default_factory=lambda: deque(maxlen=8), repr=False)
 
     @property
     def first(self) -> bool:
@@ -34,10 +38,12 @@ class Processes:
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all processes."""
-        if self.world > 1:
-            values = values.clone()
-            dist.all_reduce(values)
-        return values
+        if self.world == 1:
+            return values
+        sent = values.clone()
+        dist.all_reduce(sent)
+        self._sent.append(weakref.ref(sent))
+        return sent.clone()
 
     def any(self, *values: bool) -> list[bool]:
         """For each value, whether it is true in any process."""
@@ -53,6 +59,15 @@ class Processes:
         """Wait until all processes get here."""
         if self.world > 1:
             dist.barrier()
+
+    def let_go(self, seconds: float = 10.0) -> None:
+        """Wait until gloo's threads have let go of what they summed, as they do some time after they are done.
+
+        If one does so when Python has begun to exit, it ends the process with SIGABRT, and torchrun the others with it.
+        """
+        deadline = time.monotonic() + seconds
+        while any(sent() is not None for sent in self._sent) and time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 @contextmanager
@@ -73,6 +88,7 @@ def processes(device: str | None = None) -> Iterator[Processes]:
         yield team
     finally:
         if world > 1:
+            team.let_go()
             dist.destroy_process_group()
 
 
