@@ -306,7 +306,7 @@ def test_a_run_that_comes_twice_is_refused(study, tmp_path):
 
 
 def spreads_of_gains(path):
-    """What ``gain.csv`` says: made by the code of version 0.1, which a study of this one cannot hold."""
+    """What ``gain.csv`` says: an absolute gain is one of version 0.1, which a study of this one cannot hold."""
     runs = list(csv.DictReader(path.read_text().splitlines()))
     for width, gain in {(run["width"], run["gain"]) for run in runs}:
         chosen = [run for run in runs if (run["width"], run["gain"]) == (width, gain)]
