@@ -40,6 +40,7 @@ ROOMS = {  # the order inside a folder, where it is kept
         "_flow",
         "_decisions",
         "_attribution",
+        "_shifts",
         "_scale",
         "_calibrate",
         "_convert",
