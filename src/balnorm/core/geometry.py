@@ -40,8 +40,8 @@ class Geometry(NamedTuple):
 
     def padded(self) -> Geometry:
         """The geometry that is left once the input has been padded."""
-        kernel, stride, _, dilation, groups, _, transposed, output_padding, *_ = self
-        return geometry_of(kernel, stride, 0, dilation, groups, "zeros", transposed, output_padding)
+        g = self
+        return geometry_of(g.kernel, g.stride, 0, g.dilation, g.groups, "zeros", g.transposed, g.output_padding)
 
     def output_size(self, size: Sequence[int]) -> tuple[int, ...]:
         if self.transposed:
