@@ -22,6 +22,8 @@ from balnorm.training.processes import Processes
 
 IMAGES, LR = 512, 0.02
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
 saved = load_saved(sys.argv[1])
 root = Path(sys.argv[2] if len(sys.argv) > 2 else ".")
 train, test, _ = make_loaders(saved.recipe, Processes(0, 1, torch.device("cpu")), root)

@@ -322,6 +322,30 @@ def test_shifts_stay_where_moving_them_would_show(network):
     assert move_shifts(attribute(network, flow), flow).added == {}
 
 
+def test_a_layer_without_a_bias_adds_no_shift():
+    """It could not, and the layers behind it would take away what nobody had added."""
+    model = statistics_of_training(Tapped())
+    flow = data_flow(model, torch.rand(2, 3, 16, 16, dtype=torch.float64))
+    decisions = attribute(model, flow)
+    assert set(move_shifts(decisions, flow).added) == {model.stem, model.branch}
+    assert move_shifts(decisions, flow, [model.stem]).added == {}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_calibration_asks_no_shift_of_layers_without_a_bias(bias, monkeypatch):
+    trained, asked = statistics_of_training(Tapped()), []
+    trained.stem.bias = trained.branch.bias = None
+    layers = {trained.stem, trained.branch}
+
+    def spied(decisions, flow, without_bias):
+        asked.append(layers - set(without_bias))
+        return move_shifts(decisions, flow, without_bias)
+
+    monkeypatch.setattr("balnorm.surgery._convert.move_shifts", spied)
+    convert(trained, calibrate=torch.rand(64, 3, 8, 8, dtype=torch.float64), bias=bias)
+    assert asked == [layers if bias else set()]
+
+
 def test_shifts_of_channels_that_are_always_on_stay_small():
     model = statistics_of_training(Tapped())
     nn.init.constant_(model.norm.weight, 1e-9)

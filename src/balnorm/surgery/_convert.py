@@ -100,8 +100,9 @@ def convert(
             convolutions of a U-Net.
         calibrate: unlabelled data of the kind that a trained ``model`` was trained on: a batch, or a loader whose
             batches are taken together (a few hundred samples are enough). After a norm that follows its layer, the
-            norm's output counts; elsewhere, as in pre-activation networks, that of the layer itself. Transposed and 3d
-            convolutions keep their weight: their channels get the mean and standard deviation that they had.
+            norm's output counts; elsewhere, as in pre-activation networks, that of the layer itself, and the norm's
+            shift moves into the layers before it. Transposed and 3d convolutions keep their weight: their channels get
+            the mean and standard deviation that they had.
         strict: raise a ValueError, and change nothing, if a BatchNorm would stay (other than by ``skip``), or if there
             is nothing to balance. Without it, the latter is a warning.
         dry_run: only report.
@@ -145,7 +146,10 @@ def convert(
             elif isinstance(decision, Removed):
                 new[module] = _without_norm(module, decision)
         batch = None if calibrate is None else one_batch(calibrate, model)
-        targets = {} if batch is None else measure(model, decisions, move_shifts(decisions, flow), batch)
+        targets = {}
+        if batch is not None:
+            without_bias = [module for module, made in new.items() if getattr(made, "bias", None) is None]
+            targets = measure(model, decisions, move_shifts(decisions, flow, without_bias), batch)
         replace_modules(model, new)
         if batch is not None:
             match(model, {new[layer]: target for layer, target in targets.items()}, batch)  # type: ignore[misc]

@@ -22,20 +22,9 @@ from balnorm.surgery._flow import Call, Flow, canonical
 
 __all__ = ["Shifts", "move_shifts"]
 
-# What a positive factor passes unchanged, and what a constant for each channel passes unchanged.
-_KEEPS_FACTORS = {
-    "relu",
-    "leakyrelu",
-    "prelu",
-    "identity",
-    "dropout",
-    "contiguous",
-    "clone",
-    "maxpool",
-    "avgpool",
-    "pad",
-}
+# What a constant for each channel passes unchanged, and what a positive factor does.
 _KEEPS_SHIFTS = {"identity", "dropout", "contiguous", "clone"}
+_KEEPS_FACTORS = {*_KEEPS_SHIFTS, "relu", "leakyrelu", "prelu", "maxpool", "avgpool", "pad"}
 _FURTHEST = 3.0  # standard deviations: an input shifted by more is on, or off, for nearly all samples
 
 
@@ -48,14 +37,19 @@ class Shifts(NamedTuple):
     """What its inputs were larger by, (C,)."""
 
 
-def move_shifts(decisions: Mapping[nn.Module, Decision], flow: Flow) -> Shifts:
-    """Where the shifts and factors of the norms go that are removed for what they feed, as far as possible."""
+def move_shifts(
+    decisions: Mapping[nn.Module, Decision], flow: Flow, without_bias: Collection[nn.Module] = ()
+) -> Shifts:
+    """Where the shifts and factors of the norms go that are removed for what they feed, as far as possible.
+
+    Layers ``without_bias`` cannot add anything.
+    """
     norms = {
         norm: decision.layers
         for norm, decision in decisions.items()
         if isinstance(decision, Removed) and decision.place is Place.FEEDS and _commutes(norm, decision.layers, flow)
     }
-    unmoved = set[nn.Module]()
+    unmoved = set(without_bias)
     while norms:
         added = _added(norms, decisions, flow, unmoved)
         if not isinstance(added, set):
