@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 import balnorm
 import balnorm.functional as BF
 from balnorm.core import native, torch_private
+from balnorm.core.mass import add_mass_gradient, batch_mass
+from balnorm.core.matrix import WeightMatrix
 from balnorm.core.options import Options
+from balnorm.core.plan import Call, Running
 
 pytestmark = pytest.mark.skipif(native._library is None, reason=f"no native kernels ({native.status()})")
 
@@ -119,6 +122,50 @@ def test_native_is_torch(call):
         assert (ours - true).abs().max() <= allowed, name
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mass", BF.MASSES)
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_bfloat16_samples_are_read_exactly_and_rounded_as_torch_does(mass, layout, fraction):
+    """Under autocast the weight is in float32 and the samples are not. Every bit pattern gets a gradient added."""
+    plan = balnorm.BalNormConv2d(8, 6, 3, padding=1, mass=mass, stats_fraction=fraction)._plan
+    samples = int(64 * fraction)
+    x, w = laid_out(torch.rand(64, 8, 16, 8).bfloat16(), layout), torch.randn(6, 8, 3, 3)
+    matrix, counter = WeightMatrix.of(w, plan.geometry), torch.tensor(0)
+    exact = batch_mass(x.double(), samples, plan.geometry, mass)
+    running = Running(torch.ones(exact.shape), counter)
+    call = Call(plan, samples, None, running)
+    _, saved = native.forward(x, matrix, None, None, call)
+    torch.testing.assert_close(running.mass.double(), exact, rtol=1e-6, atol=0)
+
+    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(x.shape)
+    ours, theirs = laid_out(patterns.clone(), layout), patterns.clone()
+    g = 1e3 * torch.randn(w.shape)
+    _, _, dmass = native.backward(g.clone(), None, matrix, None, call, saved)
+    native.backward(g, ours, matrix, None, call, saved)
+    add_mass_gradient(theirs, dmass, samples, plan.geometry, mass)
+    changed = (theirs != patterns) & ~patterns.isnan()
+    assert changed[:samples].any()
+    if mass == "channel":
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    else:  # sums over the taps that meet an input may differ in the last bit of float32
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-6, equal_nan=True)
+        assert (ours != theirs)[~patterns.isnan()].sum() < 50
+
+
+def test_bfloat16_gradients_in_the_middle_go_to_the_even_one():
+    """The gradient of the mass is exactly 1 here, half a unit of the last place for numbers from 256 to 512."""
+    plan = balnorm.BalNormConv1d(1, 1, 2, stride=2)._plan
+    x, w = torch.ones(2, 1, 128).bfloat16(), torch.tensor([[[1.0, -1.0]]])
+    matrix, call = WeightMatrix.of(w, plan.geometry), Call(plan, 2, None, None)
+    _, saved = native.forward(x, matrix, None, None, call)
+    before = torch.arange(0, 512, 2).bfloat16().view(x.shape)
+    dx = before.clone()
+    native.backward(torch.tensor([[[0.0, 256.0]]]), dx, matrix, None, call, saved)
+    assert torch.equal(dx, before + 1)
+    assert (before[dx == before] >= 256).all()
+    assert ((before >= 256) & (before < 512) & (dx > before)).any()
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("mass", BF.MASSES)
 def test_the_number_of_threads_changes_no_bit(mass, layout):
@@ -127,9 +174,6 @@ def test_the_number_of_threads_changes_no_bit(mass, layout):
     x = laid_out(torch.rand(16, 48, 20, 20), layout)
     threads, found = torch.get_num_threads(), []
     plan = layer._plan
-    from balnorm.core.matrix import WeightMatrix
-    from balnorm.core.plan import Call
-
     for count in (1, 2, 2, 5):
         torch.set_num_threads(count)
         matrix, call = WeightMatrix.of(layer.weight.detach(), plan.geometry), Call(plan, 16, layer.output_scale, None)

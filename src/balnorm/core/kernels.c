@@ -10,7 +10,8 @@
    inputs x taps. A mass is always inputs x taps, with one tap where all taps share it.
 
    Only sums marked with "omp simd" may be reordered (-fopenmp-simd, which needs no OpenMP): everything else is computed
-   as it is written, so that nothing overflows on the way. The file includes itself, once for float and once for double. */
+   as it is written, so that nothing overflows on the way. The file includes itself, once for each pair of types: REAL,
+   in which everything is computed, and SAMPLE, in which the samples and their gradient are stored. */
 
 #ifndef REAL
 
@@ -44,7 +45,7 @@ static parallel_for_t parallel_for = one_thread;
 #endif
 
 /* Goes up with every change of what the structs below hold or mean, here and in native.py. */
-EXPORT int balnorm_interface(void) { return 1; }
+EXPORT int balnorm_interface(void) { return 2; }
 
 EXPORT void balnorm_use_threads(parallel_for_t address) { parallel_for = address; }
 
@@ -114,18 +115,51 @@ typedef struct {
 
 #define P(type, address) ((type *)(intptr_t)(address))
 
+typedef uint16_t bfloat16; /* the upper half of a float */
+
+static inline float from_bfloat16(bfloat16 half) {
+  uint32_t bits = (uint32_t)half << 16;
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+static inline bfloat16 to_bfloat16(float value) { /* to the nearest, from the middle to the even one */
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return (bfloat16)(value != value ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 #define REAL float
+#define SAMPLE float
+#define READ(sample) (sample)
+#define WRITE(value) (value)
 #define NAME(name) name##_float
 #define LARGEST FLT_MAX
 #define SMALLEST FLT_MIN
 #define EPSILON FLT_EPSILON
 #include "kernels.c"
+#undef SAMPLE
+#undef READ
+#undef WRITE
+#undef NAME
+#define SAMPLE bfloat16
+#define READ(sample) from_bfloat16(sample)
+#define WRITE(value) to_bfloat16(value)
+#define NAME(name) name##_bfloat16
+#include "kernels.c"
 #undef REAL
+#undef SAMPLE
+#undef READ
+#undef WRITE
 #undef NAME
 #undef LARGEST
 #undef SMALLEST
 #undef EPSILON
 #define REAL double
+#define SAMPLE double
+#define READ(sample) (sample)
+#define WRITE(value) (value)
 #define NAME(name) name##_double
 #define LARGEST DBL_MAX
 #define SMALLEST DBL_MIN
@@ -138,28 +172,28 @@ typedef struct {
 
 /* total[j] += the sum of x[i * period + j] over i < repeats. Runs are short, so that float32 loses nothing to speak
    of; what they add up to is kept in double precision. */
-FAST static void NAME(sum_periods)(const REAL *x, int64_t repeats, int64_t period, REAL *restrict run,
+FAST static void NAME(sum_periods)(const SAMPLE *x, int64_t repeats, int64_t period, REAL *restrict run,
                                    double *restrict total) {
   while (repeats > 0) {
     int64_t length = smaller(repeats, 256), i = 0;
     memset(run, 0, sizeof(REAL) * period);
     for (; i + 4 <= length; i += 4, x += 4 * period)
       for (int64_t j = 0; j < period; j++)
-        run[j] += (x[j] + x[j + period]) + (x[j + 2 * period] + x[j + 3 * period]);
+        run[j] += (READ(x[j]) + READ(x[j + period])) + (READ(x[j + 2 * period]) + READ(x[j + 3 * period]));
     for (; i < length; i++, x += period)
-      for (int64_t j = 0; j < period; j++) run[j] += x[j];
+      for (int64_t j = 0; j < period; j++) run[j] += READ(x[j]);
     for (int64_t j = 0; j < period; j++) total[j] += run[j];
     repeats -= length;
   }
 }
 
-FAST static double NAME(sum_run)(const REAL *x, int64_t length) {
+FAST static double NAME(sum_run)(const SAMPLE *x, int64_t length) {
   double total = 0;
   while (length > 0) {
     int64_t some = smaller(length, 4096);
     REAL sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < some; j++) sum += x[j];
+    for (int64_t j = 0; j < some; j++) sum += READ(x[j]);
     total += sum;
     x += some;
     length -= some;
@@ -168,7 +202,7 @@ FAST static double NAME(sum_run)(const REAL *x, int64_t length) {
 }
 
 typedef struct {
-  const REAL *x;
+  const SAMPLE *x;
   int64_t repeats, period, blocks, failed;
   double *totals; /* blocks x period */
 } NAME(blocks_t);
@@ -193,20 +227,21 @@ static void NAME(sum_planes)(int64_t begin, int64_t end, void *context) { /* her
 }
 
 /* out[j] = sum over samples of the image x, element by element. */
-FAST static void NAME(sum_images)(const REAL *x, int64_t samples, int64_t stride, int64_t length, REAL *restrict out) {
+FAST static void NAME(sum_images)(const SAMPLE *x, int64_t samples, int64_t stride, int64_t length,
+                                  REAL *restrict out) {
   memset(out, 0, sizeof(REAL) * length);
   int64_t i = 0;
   for (; i + 4 <= samples; i += 4) {
-    const REAL *a = x + i * stride;
+    const SAMPLE *a = x + i * stride;
     for (int64_t j = 0; j < length; j++)
-      out[j] += (a[j] + a[j + stride]) + (a[j + 2 * stride] + a[j + 3 * stride]);
+      out[j] += (READ(a[j]) + READ(a[j + stride])) + (READ(a[j + 2 * stride]) + READ(a[j + 3 * stride]));
   }
   for (; i < samples; i++)
-    for (int64_t j = 0; j < length; j++) out[j] += x[i * stride + j];
+    for (int64_t j = 0; j < length; j++) out[j] += READ(x[i * stride + j]);
 }
 
 typedef struct {
-  const REAL *x;
+  const SAMPLE *x;
   REAL *field;
   int64_t samples, size;
 } NAME(images_t);
@@ -280,7 +315,7 @@ static void NAME(scatter)(int64_t begin, int64_t end, void *context) {
 /* ---- Mass ------------------------------------------------------------------------------------------------------- */
 
 static int NAME(take_mass)(const samples_t *m) {
-  const REAL *x = P(const REAL, m->x);
+  const SAMPLE *x = P(const SAMPLE, m->x);
   REAL *mass = P(REAL, m->mass);
   const axis_t *ax = m->axes;
   int64_t inputs = m->inputs, space = ax[0].n * ax[1].n * ax[2].n, size = inputs * space;
@@ -302,8 +337,8 @@ static int NAME(take_mass)(const samples_t *m) {
       if (m->last) {
         for (int64_t b = 0; b < blocks; b++)
           for (int64_t j = 0; j < period; j++) sums[j % inputs] += totals[b * period + j];
-        const REAL *rest = x + repeats * period;
-        for (int64_t j = 0; j < m->samples * size - repeats * period; j++) sums[j % inputs] += rest[j];
+        const SAMPLE *rest = x + repeats * period;
+        for (int64_t j = 0; j < m->samples * size - repeats * period; j++) sums[j % inputs] += READ(rest[j]);
       } else {
         for (int64_t b = 0; b < planes; b++) sums[b % inputs] += totals[b];
       }
@@ -348,20 +383,24 @@ static int NAME(take_mass)(const samples_t *m) {
 /* ---- What comes back by way of the mass, the same for every sample ---------------------------------------------- */
 
 typedef struct {
-  REAL *dx;
+  SAMPLE *dx;
   const REAL *pattern;
   int64_t length, period; /* pattern of this period, or (planes) one value for each run of this length */
   int64_t inputs;
 } NAME(add_t);
 
+FAST static void NAME(add_pattern)(SAMPLE *restrict dx, const REAL *restrict pattern, int64_t length) {
+  for (int64_t i = 0; i < length; i++) dx[i] = WRITE(READ(dx[i]) + pattern[i]);
+}
+
 static void NAME(add_periods)(int64_t begin, int64_t end, void *context) {
   NAME(add_t) *s = context;
   for (int64_t b = begin; b < end; b++)
-    NAME(add_to)(s->dx + b * s->period, s->pattern, smaller(s->period, s->length - b * s->period));
+    NAME(add_pattern)(s->dx + b * s->period, s->pattern, smaller(s->period, s->length - b * s->period));
 }
 
-FAST static void NAME(add_constant)(REAL *dx, REAL value, int64_t length) {
-  for (int64_t i = 0; i < length; i++) dx[i] += value;
+FAST static void NAME(add_constant)(SAMPLE *dx, REAL value, int64_t length) {
+  for (int64_t i = 0; i < length; i++) dx[i] = WRITE(READ(dx[i]) + value);
 }
 
 static void NAME(add_planes)(int64_t begin, int64_t end, void *context) {
@@ -399,7 +438,7 @@ static int NAME(hand_on)(const samples_t *m, const REAL *dmass) {
     for (int64_t j = 0; !failed && j < period; j++) pattern[j] = taps_first[j % inputs];
   }
   if (!failed) {
-    NAME(add_t) s = {P(REAL, m->x), pattern ? pattern : taps_first, length, period, inputs};
+    NAME(add_t) s = {P(SAMPLE, m->x), pattern ? pattern : taps_first, length, period, inputs};
     parallel_for(0, ceiling(length, period), WORTH_A_THREAD / larger(1, period) + 1,
                  pattern ? NAME(add_periods) : NAME(add_planes), &s);
   }

@@ -27,7 +27,7 @@ __all__ = ["LIBRARY", "backward", "effective", "forward", "status", "takes"]
 
 LIBRARY = Path(__file__).with_name("kernels.so")
 """Where the build puts the compiled file."""
-INTERFACE = 1
+INTERFACE = 2
 """What balnorm_interface() in kernels.c returns, if the compiled file is not an older one."""
 
 # The structs of kernels.c: 64-bit integers, and a double where it says "d". What depends on shapes alone is packed
@@ -40,6 +40,12 @@ _SAMPLES = struct.Struct("=2q")
 _SAMPLES_SHAPE = struct.Struct("=25qd")
 _NOWHERE = bytes(_SAMPLES.size + _SAMPLES_SHAPE.size)
 _PLAIN = (Tensor, nn.Parameter)
+_TYPES = {
+    (torch.float32, torch.float32): "float",
+    (torch.float32, torch.bfloat16): "bfloat16",
+    (torch.float64, torch.float64): "double",
+}
+"""The types REAL and SAMPLE that kernels.c is compiled for, and the suffix of its functions."""
 
 
 def takes(x: Tensor, weight: Tensor, gain: Tensor | None) -> bool:
@@ -61,7 +67,7 @@ def forward(
     dtype, shape = values.dtype, _shape(matrix, plan)
     gain, output_scale = _as(gain, dtype), _as(call.output_scale, dtype)
     saved, result = torch.empty(shape.size, dtype=dtype), torch.empty_like(values)
-    mass, samples = None, _NOWHERE
+    mass, samples, types = None, _NOWHERE, (dtype, dtype)
     # The mass is not needed later, but one allocation is enough.
     address = saved.data_ptr() + (shape.size - shape.masses) * shape.item
     if given_mass is not None:
@@ -69,13 +75,13 @@ def forward(
         address = mass.data_ptr()
         if mass.numel() != shape.masses:
             raise ValueError(f"expected a mass of shape {shape.mass}, got {tuple(mass.shape)}")
-    elif call.samples > 0 and x.dtype == dtype and (layout := _layout(x, call)) is not None:
-        samples = _SAMPLES.pack(x.data_ptr(), address) + layout
+    elif (layout := _layout(x, dtype, call)) is not None:
+        samples, types = _SAMPLES.pack(x.data_ptr(), address) + layout, (dtype, x.dtype)
     else:
         mass = saved[-shape.masses :].copy_(batch_mass(x, call.samples, plan.geometry, plan.kind).view(-1))
     average = _UNTRACKED if running is None else _average(running, shape, dtype, plan.options.momentum)
     rows = shape.pack(values, gain, output_scale, saved, result.data_ptr())
-    _call("forward", dtype, rows + _MASS.pack(address, *average) + samples)
+    _call("forward", types, rows + _MASS.pack(address, *average) + samples)
     if running is not None and average is _UNTRACKED:
         mass = saved[-shape.masses :] if mass is None else mass
         update_running_mass(running.mass, running.batches, mass.view(running.mass.shape), plan.options.momentum)
@@ -87,7 +93,7 @@ def effective(matrix: WeightMatrix, gain: Tensor | None, call: Call, saved: Sequ
     gain, output_scale = _as(gain, values.dtype), _as(call.output_scale, values.dtype)
     result = torch.empty_like(values)
     rows = _shape(matrix, call.plan).pack(values, gain, output_scale, saved[0], result.data_ptr())
-    _call("effective", values.dtype, rows)
+    _call("effective", (values.dtype, values.dtype), rows)
     return result
 
 
@@ -96,14 +102,15 @@ def backward(
 ) -> Gradients:
     values, dtype, shape = matrix.values, g.dtype, _shape(matrix, call.plan)
     gain, output_scale = _as(gain, dtype), _as(call.output_scale, dtype)
-    dgain, dmass, samples = torch.empty(values.shape[0], dtype=dtype), None, _NOWHERE
-    if dx is not None and call.samples > 0 and dx.dtype == dtype and (layout := _layout(dx, call)) is not None:
-        samples = _SAMPLES.pack(dx.data_ptr(), 0) + layout  # C adds the mass's gradient to dx; nothing else needs it
+    dgain, dmass, samples, types = torch.empty(values.shape[0], dtype=dtype), None, _NOWHERE, (dtype, dtype)
+    if dx is not None and (layout := _layout(dx, dtype, call)) is not None:
+        # C adds the mass's gradient to dx; nothing else needs it
+        samples, types = _SAMPLES.pack(dx.data_ptr(), 0) + layout, (dtype, dx.dtype)
     else:
         dmass = torch.empty(shape.mass, dtype=dtype)
     rows = shape.pack(values, gain, output_scale, saved[0], 0)
     gradients = _GRADIENTS.pack(g.data_ptr(), dgain.data_ptr(), 0 if dmass is None else dmass.data_ptr())
-    _call("backward", dtype, rows + gradients + samples)
+    _call("backward", types, rows + gradients + samples)
     if dx is not None and dmass is not None:
         add_mass_gradient(dx, dmass, call.samples, call.plan.geometry, call.plan.kind)
     return g, dgain, dmass
@@ -156,8 +163,10 @@ def _shape(matrix: WeightMatrix, plan: Plan) -> _Shape:
     return found
 
 
-def _layout(x: Tensor, call: Call) -> bytes | None:
-    """The shape part of ``samples_t``; ``None`` for a tensor that C cannot read as it lies in memory."""
+def _layout(x: Tensor, dtype: torch.dtype, call: Call) -> bytes | None:
+    """The shape part of ``samples_t``; ``None`` without samples, and if C cannot read ``x`` as it lies in memory."""
+    if call.samples == 0 or (dtype, x.dtype) not in _TYPES:
+        return None
     plan, key = call.plan, (x.shape, x.stride(), call.samples)
     if key not in plan.shapes:
         if len(plan.shapes) > 100:
@@ -218,8 +227,8 @@ def _as(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return tensor.to(dtype).contiguous()
 
 
-def _call(name: str, dtype: torch.dtype, arguments: bytes) -> None:
-    if _functions[name, dtype](arguments):
+def _call(name: str, types: tuple[torch.dtype, torch.dtype], arguments: bytes) -> None:
+    if _functions[name, types](arguments):
         raise MemoryError(f"no memory left for the {name} pass of a balanced layer")
 
 
@@ -242,10 +251,10 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 
 _library, _status = _load()
-_functions: dict[tuple[str, torch.dtype], Any] = {}
+_functions: dict[tuple[str, tuple[torch.dtype, torch.dtype]], Any] = {}
 if _library is not None:
     for _name in ("forward", "effective", "backward"):
-        for _dtype, _suffix in ((torch.float32, "float"), (torch.float64, "double")):
+        for _types, _suffix in _TYPES.items():
             _function = getattr(_library, f"balnorm_{_name}_{_suffix}")
             _function.argtypes, _function.restype = [ctypes.c_char_p], ctypes.c_int
-            _functions[_name, _dtype] = _function
+            _functions[_name, _types] = _function
