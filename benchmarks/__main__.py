@@ -33,6 +33,7 @@ from balnorm.norms import NORMS
 from balnorm.profiling import interleaved, ratio, saved_bytes, training_step
 from balnorm.recipes import get_recipe
 from balnorm.training import images, learner, trainer
+from balnorm.training.processor import check_precision
 from benchmarks.memory import peak_memory_of_step
 from benchmarks.networks import METHODS, NETWORKS
 from benchmarks.zoo import TIMM, TORCHVISION, build, import_timm, trial
@@ -75,9 +76,9 @@ def machine() -> str:
     )
     return (
         f"{model}, {torch.get_num_threads()} threads; {platform.platform()}; Python {platform.python_version()}, "
-        f"torch {torch.__version__}, backend: {backend()}. float32 throughout. A step is a forward and a backward "
-        "pass. Ratios are taken by round of one interleaved run (A, B, C, A, B, C, ...): median [quartiles]; n is "
-        "the number of rounds."
+        f"torch {torch.__version__}, backend: {backend()}. float32 unless a heading says otherwise. A step is a "
+        "forward and a backward pass. Ratios are taken by round of one interleaved run (A, B, C, A, B, C, ...): median "
+        "[quartiles]; n is the number of rounds."
     )
 
 
@@ -197,30 +198,45 @@ def limit_row(model: nn.Module, x: torch.Tensor, speed: float, rounds: int) -> l
 
 def compiled(rounds: int) -> Iterable[str]:
     """Training steps of whole networks under torch.compile."""
+
+    def step_of(model: nn.Module, x: torch.Tensor) -> Step:
+        torch._dynamo.reset()
+        step = training_step(torch.compile(model, fullgraph=True), x)  # type: ignore[arg-type]
+        step()
+        return step
+
     yield "## Networks, torch.compile"
-    for name in list(NETWORKS)[:2]:
-        network = NETWORKS[name]
-        shape = network.shape
-        steps: dict[str, Step] = {}
-        for method in METHODS:
-            torch._dynamo.reset()
-            model, x = in_layout(network.build(method), shape, "channels_last")
-            steps[method] = training_step(torch.compile(model, fullgraph=True), x)  # type: ignore[arg-type]
-            steps[method]()
-        times = interleaved(steps, rounds)
-        yield f"\n### {name}, channels_last (n = {rounds})\n"
-        yield from table(
-            ["method", "ms", "time / none", "time / batchnorm"],
+    for name in list(NETWORKS)[:2]:  # compiling larger ones takes longer than all the rest
+        yield from in_channels_last(name, step_of, rounds)
+
+
+def bfloat16(rounds: int) -> Iterable[str]:
+    """Training steps of whole networks under autocast."""
+    check_precision("bfloat16", None)
+    context = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    yield "## Networks, eager, bfloat16 autocast"
+    for name in list(NETWORKS)[:4]:
+        yield from in_channels_last(name, lambda model, x: training_step(model, x, context), rounds)
+
+
+def in_channels_last(name: str, step_of: Callable[[nn.Module, torch.Tensor], Step], rounds: int) -> Iterable[str]:
+    """A table of one network's training steps, all in channels_last."""
+    network = NETWORKS[name]
+    steps = {method: step_of(*in_layout(network.build(method), network.shape, "channels_last")) for method in METHODS}
+    times = interleaved(steps, rounds)
+    yield f"\n### {name}, channels_last (n = {rounds})\n"
+    yield from table(
+        ["method", "ms", "time / none", "time / batchnorm"],
+        [
             [
-                [
-                    method,
-                    f"{1e3 * statistics.median(times[method]):.0f}",
-                    spread(times[method], times["none"]),
-                    spread(times[method], times["batchnorm"]),
-                ]
-                for method in steps
-            ],
-        )
+                method,
+                f"{1e3 * statistics.median(times[method]):.0f}",
+                spread(times[method], times["none"]),
+                spread(times[method], times["batchnorm"]),
+            ]
+            for method in steps
+        ],
+    )
 
 
 def growth(rounds: int) -> Iterable[str]:
@@ -478,6 +494,7 @@ PARTS: dict[str, Callable[[int], Iterable[str]]] = {
     "growth": growth,
     "inference": inference,
     "compiled": compiled,
+    "bfloat16": bfloat16,
     "profile": profile,
     "input": input_pipeline,
     "training": training,
