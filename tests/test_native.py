@@ -134,8 +134,12 @@ def test_bfloat16_samples_are_read_exactly_and_rounded_as_torch_does(mass, layou
     exact = batch_mass(x.double(), samples, plan.geometry, mass)
     running = Running(torch.ones(exact.shape), counter)
     call = Call(plan, samples, None, running)
-    _, saved = native.forward(x, matrix, None, None, call)
+    effective, saved = native.forward(x, matrix, None, None, call)
     torch.testing.assert_close(running.mass.double(), exact, rtol=1e-6, atol=0)
+    for dtype in (torch.bfloat16, torch.float16):  # C writes the first, torch converts to the second
+        low, full = (native.effective(matrix, None, call, saved, each) for each in (dtype, torch.float32))
+        assert torch.equal(low, full.to(dtype))
+    assert torch.equal(effective, full.bfloat16())
 
     patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(x.shape)
     ours, theirs = laid_out(patterns.clone(), layout), patterns.clone()

@@ -61,7 +61,7 @@ class _ClosedForm(torch.autograd.Function):
         backend = native if native.takes(x, weight, gain) else torch_backend
         kernels, saved = backend.forward(x, matrix, gain, given_mass, call)
         low_bias = None if bias is None else saturate(bias, x.dtype)
-        y = geometry.convolve(x, saturate(matrix.weight(kernels), x.dtype), low_bias)
+        y = geometry.convolve(x, matrix.weight(kernels), low_bias)
         if y._is_view():
             # As conv1d returns it: the same memory as a tensor of its own, which may be changed in place.
             y = y.new_empty(0).set_(y)  # type: ignore[call-overload]
@@ -87,7 +87,7 @@ def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_weight, needs_bias, needs_gain, needs_mass, _ = ctx.needs_input_grad
     needs_g = needs_weight or needs_gain or needs_mass or (needs_x and given_mass is None)
 
-    effective = saturate(matrix.weight(backend.effective(matrix, gain, call, saved)), x.dtype)
+    effective = matrix.weight(backend.effective(matrix, gain, call, saved, x.dtype))
     dx, g, dbias = geometry.convolve_backward(dy, x, effective, [needs_x, needs_g, needs_bias])
     dweight = dgain = dmass = None
     if g is not None:

@@ -11,7 +11,8 @@
 
    Only sums marked with "omp simd" may be reordered (-fopenmp-simd, which needs no OpenMP): everything else is computed
    as it is written, so that nothing overflows on the way. The file includes itself, once for each pair of types: REAL,
-   in which everything is computed, and SAMPLE, in which the samples and their gradient are stored. */
+   in which everything is computed, and SAMPLE, which is that of the convolution: of samples, their gradient, and the
+   effective weight. */
 
 #ifndef REAL
 
@@ -91,7 +92,7 @@ typedef struct {
 /* A weight and its balance. */
 typedef struct {
   int64_t weight, gain, scale; /* addresses; gain and scale may be 0 */
-  int64_t effective;           /* weight-sized, to write */
+  int64_t effective;           /* weight-sized, of type SAMPLE, to write */
   int64_t share, inverse_total, mean, positive, inverse_contribution;
   int64_t outputs, groups, inputs, taps; /* inputs and taps of one output kernel */
   int64_t last, position, one_pass;
@@ -460,14 +461,15 @@ static int NAME(counts)(REAL value, REAL magnitude, int64_t terms) {
 
 typedef struct {
   const REAL *w, *gain, *scale;
-  REAL *effective, *share, *inverse_total, *mean, *positive, *inverse_contribution;
+  SAMPLE *effective;
+  REAL *share, *inverse_total, *mean, *positive, *inverse_contribution;
   REAL *g, *dgain, *columns; /* backward only */
   int64_t n, rows_per_group, rows_per_block, blocks_per_group, one_pass;
 } NAME(rows_t);
 
 static NAME(rows_t) NAME(unpack)(const rows_t *r) {
   NAME(rows_t) s = {P(const REAL, r->weight), P(const REAL, r->gain), P(const REAL, r->scale),
-                    P(REAL, r->effective), P(REAL, r->share), P(REAL, r->inverse_total),
+                    P(SAMPLE, r->effective), P(REAL, r->share), P(REAL, r->inverse_total),
                     P(REAL, r->mean), P(REAL, r->positive), P(REAL, r->inverse_contribution),
                     0, 0, 0, r->inputs * r->taps, r->outputs / r->groups, 0, 0, r->one_pass};
   s.rows_per_block = larger(32, ceiling(s.rows_per_group, MOST_BLOCKS));
@@ -479,9 +481,9 @@ static REAL NAME(full_gain)(const NAME(rows_t) *s, int64_t d) {
   return (s->gain ? s->gain[d] : 1) * (s->scale ? *s->scale : 1);
 }
 
-FAST static void NAME(scale_row)(const REAL *restrict w, REAL *restrict out, int64_t n, REAL mean,
+FAST static void NAME(scale_row)(const REAL *restrict w, SAMPLE *restrict out, int64_t n, REAL mean,
                                  REAL inverse_contribution, REAL factor) {
-  for (int64_t i = 0; i < n; i++) out[i] = (w[i] - mean) * inverse_contribution * factor;
+  for (int64_t i = 0; i < n; i++) out[i] = WRITE((w[i] - mean) * inverse_contribution * factor);
 }
 
 FAST static void NAME(measure_row)(const REAL *restrict w, const REAL *restrict p, int64_t n, int64_t one_pass,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from balnorm.core.balance import saturate
 from balnorm.core.mass import add_mass_gradient, batch_mass, update_running_mass
 from balnorm.core.matrix import WeightMatrix
 from balnorm.core.plan import Call, Gradients, Plan, Running
@@ -40,7 +41,7 @@ _SAMPLES = struct.Struct("=2q")
 _SAMPLES_SHAPE = struct.Struct("=25qd")
 _NOWHERE = bytes(_SAMPLES.size + _SAMPLES_SHAPE.size)
 _PLAIN = (Tensor, nn.Parameter)
-_TYPES = {
+_COMPILED = {
     (torch.float32, torch.float32): "float",
     (torch.float32, torch.bfloat16): "bfloat16",
     (torch.float64, torch.float64): "double",
@@ -66,8 +67,9 @@ def forward(
     values, plan, running = matrix.values, call.plan, call.running
     dtype, shape = values.dtype, _shape(matrix, plan)
     gain, output_scale = _as(gain, dtype), _as(call.output_scale, dtype)
-    saved, result = torch.empty(shape.size, dtype=dtype), torch.empty_like(values)
-    mass, samples, types = None, _NOWHERE, (dtype, dtype)
+    types = _types(dtype, x.dtype)
+    saved, result = torch.empty(shape.size, dtype=dtype), torch.empty_like(values, dtype=types[1])
+    mass, samples = None, _NOWHERE
     # The mass is not needed later, but one allocation is enough.
     address = saved.data_ptr() + (shape.size - shape.masses) * shape.item
     if given_mass is not None:
@@ -75,8 +77,8 @@ def forward(
         address = mass.data_ptr()
         if mass.numel() != shape.masses:
             raise ValueError(f"expected a mass of shape {shape.mass}, got {tuple(mass.shape)}")
-    elif (layout := _layout(x, dtype, call)) is not None:
-        samples, types = _SAMPLES.pack(x.data_ptr(), address) + layout, (dtype, x.dtype)
+    elif (layout := _layout(x, types, call)) is not None:
+        samples = _SAMPLES.pack(x.data_ptr(), address) + layout
     else:
         mass = saved[-shape.masses :].copy_(batch_mass(x, call.samples, plan.geometry, plan.kind).view(-1))
     average = _UNTRACKED if running is None else _average(running, shape, dtype, plan.options.momentum)
@@ -85,16 +87,19 @@ def forward(
     if running is not None and average is _UNTRACKED:
         mass = saved[-shape.masses :] if mass is None else mass
         update_running_mass(running.mass, running.batches, mass.view(running.mass.shape), plan.options.momentum)
-    return result, (saved,)
+    return saturate(result, x.dtype), (saved,)
 
 
-def effective(matrix: WeightMatrix, gain: Tensor | None, call: Call, saved: Sequence[Tensor]) -> Tensor:
+def effective(
+    matrix: WeightMatrix, gain: Tensor | None, call: Call, saved: Sequence[Tensor], dtype: torch.dtype
+) -> Tensor:
     values = matrix.values
+    types = _types(values.dtype, dtype)
     gain, output_scale = _as(gain, values.dtype), _as(call.output_scale, values.dtype)
-    result = torch.empty_like(values)
+    result = torch.empty_like(values, dtype=types[1])
     rows = _shape(matrix, call.plan).pack(values, gain, output_scale, saved[0], result.data_ptr())
-    _call("effective", (values.dtype, values.dtype), rows)
-    return result
+    _call("effective", types, rows)
+    return saturate(result, dtype)
 
 
 def backward(
@@ -102,10 +107,10 @@ def backward(
 ) -> Gradients:
     values, dtype, shape = matrix.values, g.dtype, _shape(matrix, call.plan)
     gain, output_scale = _as(gain, dtype), _as(call.output_scale, dtype)
-    dgain, dmass, samples, types = torch.empty(values.shape[0], dtype=dtype), None, _NOWHERE, (dtype, dtype)
-    if dx is not None and (layout := _layout(dx, dtype, call)) is not None:
-        # C adds the mass's gradient to dx; nothing else needs it
-        samples, types = _SAMPLES.pack(dx.data_ptr(), 0) + layout, (dtype, dx.dtype)
+    dgain, dmass, samples = torch.empty(values.shape[0], dtype=dtype), None, _NOWHERE
+    types = _types(dtype, dtype if dx is None else dx.dtype)
+    if dx is not None and (layout := _layout(dx, types, call)) is not None:
+        samples = _SAMPLES.pack(dx.data_ptr(), 0) + layout  # C adds the mass's gradient to dx; nothing else needs it
     else:
         dmass = torch.empty(shape.mass, dtype=dtype)
     rows = shape.pack(values, gain, output_scale, saved[0], 0)
@@ -163,9 +168,14 @@ def _shape(matrix: WeightMatrix, plan: Plan) -> _Shape:
     return found
 
 
-def _layout(x: Tensor, dtype: torch.dtype, call: Call) -> bytes | None:
+def _types(real: torch.dtype, sample: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """The types to call C with: those given, or, where it does not know that of the samples, one for both."""
+    return (real, sample) if (real, sample) in _COMPILED else (real, real)
+
+
+def _layout(x: Tensor, types: tuple[torch.dtype, torch.dtype], call: Call) -> bytes | None:
     """The shape part of ``samples_t``; ``None`` without samples, and if C cannot read ``x`` as it lies in memory."""
-    if call.samples == 0 or (dtype, x.dtype) not in _TYPES:
+    if call.samples == 0 or x.dtype != types[1]:
         return None
     plan, key = call.plan, (x.shape, x.stride(), call.samples)
     if key not in plan.shapes:
@@ -254,7 +264,7 @@ _library, _status = _load()
 _functions: dict[tuple[str, tuple[torch.dtype, torch.dtype]], Any] = {}
 if _library is not None:
     for _name in ("forward", "effective", "backward"):
-        for _types, _suffix in _TYPES.items():
+        for _pair, _suffix in _COMPILED.items():
             _function = getattr(_library, f"balnorm_{_name}_{_suffix}")
             _function.argtypes, _function.restype = [ctypes.c_char_p], ctypes.c_int
-            _functions[_name, _types] = _function
+            _functions[_name, _pair] = _function

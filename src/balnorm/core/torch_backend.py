@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from balnorm.core.balance import counts, inverse_total
+from balnorm.core.balance import counts, inverse_total, saturate
 from balnorm.core.mass import add_mass_gradient, batch_mass, update_running_mass
 from balnorm.core.matrix import WeightMatrix
 from balnorm.core.plan import Call, Gradients
@@ -38,21 +38,24 @@ class _Rows(NamedTuple):
 def forward(
     x: Tensor, matrix: WeightMatrix, gain: Tensor | None, given_mass: Tensor | None, call: Call
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The effective weight as kernels, and the tensors to save for :func:`effective` and :func:`backward`."""
+    """The effective weight as kernels of ``x.dtype``, and the tensors to save for the two functions below."""
     plan, samples, _, running = call
     mass = batch_mass(x, samples, plan.geometry, plan.kind) if given_mass is None else given_mass
     if running is not None:
         update_running_mass(running.mass, running.batches, mass, plan.options.momentum)
     w = matrix.rows(matrix.values)
     rows = _balance(w, matrix.row(mass.to(w.dtype)), plan.options.one_pass)
-    return effective(matrix, gain, call, rows), rows
+    return effective(matrix, gain, call, rows, x.dtype), rows
 
 
-def effective(matrix: WeightMatrix, gain: Tensor | None, call: Call, saved: Sequence[Tensor]) -> Tensor:
+def effective(
+    matrix: WeightMatrix, gain: Tensor | None, call: Call, saved: Sequence[Tensor], dtype: torch.dtype
+) -> Tensor:
     """Recompute the effective weight."""
     rows = _Rows(*saved)
     v = rows.v(matrix.rows(matrix.values))
-    return matrix.kernels(v.mul_(rows.inverse_total * _gain_column(gain, call.output_scale, rows.mean)))
+    v.mul_(rows.inverse_total * _gain_column(gain, call.output_scale, rows.mean))
+    return saturate(matrix.kernels(v), dtype)
 
 
 def backward(
