@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import hatch_build
 import pytest
@@ -126,7 +127,7 @@ def test_native_is_torch(call):
 @pytest.mark.parametrize("mass", BF.MASSES)
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_bfloat16_samples_are_read_exactly_and_rounded_as_torch_does(mass, layout, fraction):
-    """Under autocast the weight is in float32 and the samples are not. Every bit pattern gets a gradient added."""
+    """Under autocast the weight is in float32 and the samples are not. All bit patterns occur among the gradients."""
     plan = balnorm.BalNormConv2d(8, 6, 3, padding=1, mass=mass, stats_fraction=fraction)._plan
     samples = int(64 * fraction)
     x, w = laid_out(torch.rand(64, 8, 16, 8).bfloat16(), layout), torch.randn(6, 8, 3, 3)
@@ -134,7 +135,9 @@ def test_bfloat16_samples_are_read_exactly_and_rounded_as_torch_does(mass, layou
     exact = batch_mass(x.double(), samples, plan.geometry, mass)
     running = Running(torch.ones(exact.shape), counter)
     call = Call(plan, samples, None, running)
-    effective, saved = native.forward(x, matrix, None, None, call)
+    with mock.patch.object(native, "_call", wraps=native._call) as called:
+        effective, saved = native.forward(x, matrix, None, None, call)
+    assert called.call_args.args[:2] == ("forward", (torch.float32, torch.bfloat16))
     torch.testing.assert_close(running.mass.double(), exact, rtol=1e-6, atol=0)
     for dtype in (torch.bfloat16, torch.float16):  # C writes the first, torch converts to the second
         low, full = (native.effective(matrix, None, call, saved, each) for each in (dtype, torch.float32))
@@ -145,7 +148,8 @@ def test_bfloat16_samples_are_read_exactly_and_rounded_as_torch_does(mass, layou
     ours, theirs = laid_out(patterns.clone(), layout), patterns.clone()
     g = 1e3 * torch.randn(w.shape)
     _, _, dmass = native.backward(g.clone(), None, matrix, None, call, saved)
-    native.backward(g, ours, matrix, None, call, saved)
+    _, _, left = native.backward(g, ours, matrix, None, call, saved)
+    assert (left is None) == (layout in ("contiguous", "channels_last", "offset"))  # where C has added it itself
     add_mass_gradient(theirs, dmass, samples, plan.geometry, mass)
     changed = (theirs != patterns) & ~patterns.isnan()
     assert changed[:samples].any()
@@ -156,6 +160,16 @@ def test_bfloat16_samples_are_read_exactly_and_rounded_as_torch_does(mass, layou
         assert (ours != theirs)[~patterns.isnan()].sum() < 50
 
 
+def test_bfloat16_samples_and_a_float64_weight_meet_in_torch():
+    plan = balnorm.BalNormConv2d(3, 4, 3)._plan
+    x, w = torch.rand(2, 3, 6, 6).bfloat16(), torch.randn(4, 3, 3, 3, dtype=torch.float64)
+    call = Call(plan, 2, None, None)
+    low, _ = native.forward(x, WeightMatrix.of(w, plan.geometry), None, None, call)
+    full, _ = native.forward(x.double(), WeightMatrix.of(w, plan.geometry), None, None, call)
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low, full.bfloat16(), rtol=2**-7, atol=0)
+
+
 def test_bfloat16_gradients_in_the_middle_go_to_the_even_one():
     """The gradient of the mass is exactly 1 here, half a unit of the last place for numbers from 256 to 512."""
     plan = balnorm.BalNormConv1d(1, 1, 2, stride=2)._plan
@@ -164,7 +178,8 @@ def test_bfloat16_gradients_in_the_middle_go_to_the_even_one():
     _, saved = native.forward(x, matrix, None, None, call)
     before = torch.arange(0, 512, 2).bfloat16().view(x.shape)
     dx = before.clone()
-    native.backward(torch.tensor([[[0.0, 256.0]]]), dx, matrix, None, call, saved)
+    _, _, left = native.backward(torch.tensor([[[0.0, 256.0]]]), dx, matrix, None, call, saved)
+    assert left is None  # C has added it itself
     assert torch.equal(dx, before + 1)
     assert (before[dx == before] >= 256).all()
     assert ((before >= 256) & (before < 512) & (dx > before)).any()

@@ -28,7 +28,7 @@ __all__ = ["LIBRARY", "backward", "effective", "forward", "status", "takes"]
 
 LIBRARY = Path(__file__).with_name("kernels.so")
 """Where the build puts the compiled file."""
-INTERFACE = 2
+INTERFACE = 3
 """What balnorm_interface() in kernels.c returns, if the compiled file is not an older one."""
 
 # The structs of kernels.c: 64-bit integers, and a double where it says "d". What depends on shapes alone is packed
@@ -169,7 +169,10 @@ def _shape(matrix: WeightMatrix, plan: Plan) -> _Shape:
 
 
 def _types(real: torch.dtype, sample: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """The types to call C with: those given, or, where it does not know that of the samples, one for both."""
+    """The types to call C with: those given, or, where it does not know that of the samples, ``real`` for both.
+
+    In that case torch operations convert what goes in and what comes out.
+    """
     return (real, sample) if (real, sample) in _COMPILED else (real, real)
 
 

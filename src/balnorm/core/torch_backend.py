@@ -51,7 +51,7 @@ def forward(
 def effective(
     matrix: WeightMatrix, gain: Tensor | None, call: Call, saved: Sequence[Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """Recompute the effective weight."""
+    """Recompute the effective weight, as kernels of this ``dtype``."""
     rows = _Rows(*saved)
     v = rows.v(matrix.rows(matrix.values))
     v.mul_(rows.inverse_total * _gain_column(gain, call.output_scale, rows.mean))
