@@ -213,15 +213,17 @@ def test_a_study_of_norms_has_all_epochs_and_two_zooms(tmp_path):
     assert set(drawn) == {"accuracy", "loss", "training-loss"}
     whole, early, late = drawn["accuracy"].panels
     assert [curve.norm for curve in whole.curves] == ["balnorm", "batchnorm", "none"]
-    assert (early.x_range, late.x_range) == ((1, 3), (10, 12))
+    assert (early.x_range, late.x_range) == ((1, 4), (9, 12))
     assert late.y_range[0] > 0.8  # none, far below, does not squeeze the others together
     assert whole.y_range[0] < 0.2
     assert whole.curves[0].median[-1] == pytest.approx(0.9, rel=1e-3)
 
 
-@pytest.mark.parametrize(("epochs", "ranges"), [(5, [None]), (6, [None, (1, 2), (5, 6)])])
-def test_runs_of_fewer_than_six_epochs_are_shown_as_a_whole(tmp_path, epochs, ranges):
-    make_run(tmp_path, accuracies=[0.1 * (e + 1) for e in range(epochs)])
+@pytest.mark.parametrize(
+    ("epochs", "ranges"), [(7, [None]), (8, [None, (1, 4), (5, 8)]), (30, [None, (1, 8), (23, 30)])]
+)
+def test_runs_of_fewer_than_eight_epochs_are_shown_as_a_whole(tmp_path, epochs, ranges):
+    make_run(tmp_path, accuracies=[(e + 1) / epochs for e in range(epochs)])
     accuracy = figures(read_results([tmp_path]))[0]
     assert [panel.x_range for panel in accuracy.panels] == ranges
 

@@ -90,11 +90,11 @@ def _curve(norm: str, spreads: Mapping[int, Spread] | Mapping[float, Spread]) ->
 
 
 def _zooms(curves: tuple[Curve, ...], percent: bool) -> list[Panel]:
-    """Panels of the first and the last quarter of the epochs, at least two epochs each; none for short runs."""
+    """Panels of the first and the last quarter of the epochs, at least four epochs each; none for short runs."""
     last = max((curve.x[-1] for curve in curves), default=0.0)
-    if last < 6:
+    if last < 8:
         return []
-    early = max(2.0, round(last / 4))
+    early = max(4.0, round(last / 4))
     late = last - early + 1
     ends = [end for curve in curves if curve.x[-1] >= late and (end := curve.median[-1]) is not None]
 
