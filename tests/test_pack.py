@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib as mpl
 import pytest
 
 from balnorm.cli import main
@@ -315,7 +316,10 @@ def spreads_of_gains(path):
             yield f"{found.median:.{digits}f} ({found.low:.{digits}f}-{found.high:.{digits}f})"
 
 
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in RESULTS.glob("*/study.json")))
+STUDIES = sorted(path.parent.name for path in RESULTS.glob("*/study.json"))
+
+
+@pytest.mark.parametrize("name", STUDIES)
 def test_a_published_page_says_what_its_study_says(name):
     """Every median with quartiles, and every difference with its interval, is one that the report has."""
     page = (RESULTS / name / "README.md").read_text()
@@ -337,14 +341,22 @@ def test_a_published_page_says_what_its_study_says(name):
     assert "balnorm compare" in page
 
 
-def test_a_published_study_is_drawn_again(tmp_path):
-    report = write_report([RESULTS / "short"], tmp_path, formats=["svg"])
+def words_and_positions(svg):
+    """The texts of a figure, and all its numbers, without those inside of names and colours."""
+    numbers = re.findall(r"(?<![\w#.])-?\d+(?:\.\d+)?(?![\w.])", svg)
+    return re.findall(r">([^<>\n]+)</text>", svg), [float(number) for number in numbers]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_published_figures_are_those_that_the_code_draws(name, tmp_path):
+    """A legend had moved, and the published figures of one study had not: nobody drew them again."""
+    report = write_report([RESULTS / name], tmp_path, formats=["svg"])
     assert not report.problems
-    assert "All 10 runs finished." in report.summary
-    published = {path.name for path in (RESULTS / "short" / "report").glob("*.svg")}
+    published = sorted((RESULTS / name / "report").glob("*.svg"))
     assert published
-    assert published <= {path.name for path in tmp_path.iterdir()}
-    for name in published:  # the words and the number of curves; positions may differ with another matplotlib
-        ours, theirs = ((folder / name).read_text() for folder in (tmp_path, RESULTS / "short" / "report"))
-        assert re.findall(r">([^<>\n]+)</text>", ours) == re.findall(r">([^<>\n]+)</text>", theirs)
-        assert ours.count("<path") == theirs.count("<path")
+    for path in published:
+        drawn, stored = (tmp_path / path.name).read_text(), path.read_text()
+        (words, positions), (their_words, their_positions) = map(words_and_positions, (drawn, stored))
+        assert words == their_words
+        if f"Matplotlib v{mpl.__version__}," in stored:  # another one may place things differently
+            assert positions == pytest.approx(their_positions, abs=0.5)
