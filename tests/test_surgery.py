@@ -290,6 +290,18 @@ def test_gains_biases_and_norms_are_not_decayed():
     assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("weight_norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.parametrize("layer", [nn.Conv2d(3, 4, 3), nn.Linear(3, 1)])
+def test_the_gain_of_weight_normalisation_is_not_decayed(weight_norm, layer):
+    """It has as many dimensions as the weight, and was taken for one."""
+    normalised = weight_norm(copy.deepcopy(layer))
+    decayed, others = param_groups(nn.Sequential(normalised), weight_decay=0.01)
+    assert [parameter.shape for parameter in decayed["params"]] == [layer.weight.shape]
+    assert {parameter.numel() for parameter in others["params"]} == {layer.weight.shape[0]}
+    assert len(others["params"]) == 2
+
+
 def test_frozen_and_shared_parameters():
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight

@@ -13,7 +13,8 @@ __all__ = ["param_groups"]
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The trainable parameters for an optimiser, with weight decay on weights only.
 
-    Gains, biases, the parameters of normalisation layers, and all others with fewer than two dimensions get none.
+    Gains (weight normalisation's too), biases, the parameters of normalisation layers, and all others with fewer than
+    two dimensions get none.
 
     Example:
         >>> import torch
@@ -28,8 +29,21 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     decayed, others = dict[Tensor, None](), dict[Tensor, None]()
     for module in model.modules():
         is_norm = isinstance(module, _NormBase | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm)
-        for parameter in module.parameters(recurse=False):
+        own = dict(module.named_parameters(recurse=False))
+        for name, parameter in own.items():
             if parameter.requires_grad:
-                (others if is_norm or parameter.dim() < 2 else decayed)[parameter] = None
+                is_weight = not is_norm and parameter.dim() >= 2 and not _is_gain(name, own)
+                (decayed if is_weight else others)[parameter] = None
     groups = [{"params": list(decayed), "weight_decay": weight_decay}, {"params": list(others), "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def _is_gain(name: str, own: dict[str, nn.Parameter]) -> bool:
+    """Whether this is the g of weight normalisation, which has as many dimensions as its v.
+
+    A parametrisation calls the two ``original0`` and ``original1``, the older form ``weight_g`` and ``weight_v``.
+    """
+    direction = own.get("original1" if name == "original0" else f"{name.removesuffix('_g')}_v")
+    if direction is None or own[name].numel() >= direction.numel():
+        return False
+    return all(size in (1, full) for size, full in zip(own[name].shape, direction.shape, strict=False))
