@@ -152,6 +152,25 @@ def test_checkpointing_counts_a_batch_once(reentrant):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("before", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("after", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.usefixtures("backend")
+def test_saved_tensors_may_come_back_in_another_memory_format(before, after):
+    """save_on_cpu(pin_memory=True) returns them contiguous: gradients of weights in channels_last were wrong."""
+    torch.manual_seed(0)
+    layer = BalNormConv2d(4, 3, 3, mass="position", dtype=torch.float64).to(memory_format=before)
+    x = torch.rand(2, 4, 6, 6, dtype=torch.float64) * torch.tensor([1.0, 2.0, 5.0, 10.0]).view(4, 1, 1)
+    factors = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    expected = torch.autograd.grad((layer(x) * factors).sum(), list(layer.parameters()))
+
+    def other_format(tensor):
+        return tensor.contiguous(memory_format=after if tensor.dim() == 4 else torch.contiguous_format)
+
+    with torch.autograd.graph.saved_tensors_hooks(other_format, lambda tensor: tensor):
+        y = layer(x)
+    torch.testing.assert_close(torch.autograd.grad((y * factors).sum(), list(layer.parameters())), expected)
+
+
 @pytest.mark.usefixtures("backend")
 def test_two_forwards_before_one_backward():
     """Buffers that change in place are not kept for backward, in training, frozen or eval mode."""

@@ -66,6 +66,7 @@ class _ClosedForm(torch.autograd.Function):
             # As conv1d returns it: the same memory as a tensor of its own, which may be changed in place.
             y = y.new_empty(0).set_(y)  # type: ignore[call-overload]
         ctx.call, ctx.backend, ctx.bias_dtype = call, backend, None if bias is None else bias.dtype
+        ctx.channels_last = matrix.channels_last
         ctx.save_for_backward(x, weight, gain, given_mass, *saved)
         return y
 
@@ -83,7 +84,9 @@ def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, gain, given_mass, *saved = ctx.saved_tensors
     call, backend = ctx.call, ctx.backend
     geometry = call.plan.geometry
-    matrix = WeightMatrix.of(weight, geometry)
+    # A hook on saved tensors may return the weight in another memory format, as torch's save_on_cpu does. What the
+    # forward pass saved beside it has the order that the weight had then.
+    matrix = WeightMatrix.of(weight, geometry, ctx.channels_last)
     needs_x, needs_weight, needs_bias, needs_gain, needs_mass, _ = ctx.needs_input_grad
     needs_g = needs_weight or needs_gain or needs_mass or (needs_x and given_mass is None)
 

@@ -27,17 +27,21 @@ class WeightMatrix(NamedTuple):
     channels_last: bool
 
     @classmethod
-    def of(cls, weight: Tensor, geometry: Geometry) -> WeightMatrix:
+    def of(cls, weight: Tensor, geometry: Geometry, channels_last: bool | None = None) -> WeightMatrix:
+        """The matrix of a weight, in the order of its memory if that is dense, or in the order asked for."""
         values = weight
         if geometry.transposed:
             values = by_output(weight, geometry.groups, True).flatten(0, 1)
         if values.dtype in (torch.float16, torch.bfloat16):
             values = values.float()
-        channels_last = False
-        if not values.is_contiguous():
-            axes = values.dim() - 2
-            channels_last = axes in _CHANNELS_LAST and values.is_contiguous(memory_format=_CHANNELS_LAST[axes])
-            values = values if channels_last else values.contiguous()
+        axes = values.dim() - 2
+        if channels_last is None:
+            channels_last = (
+                not values.is_contiguous()
+                and axes in _CHANNELS_LAST
+                and values.is_contiguous(memory_format=_CHANNELS_LAST[axes])
+            )
+        values = values.contiguous(memory_format=_CHANNELS_LAST[axes] if channels_last else torch.contiguous_format)
         return cls(values, geometry.groups, geometry.transposed, channels_last)
 
     def like(self, gradient: Tensor) -> Tensor:
