@@ -86,6 +86,26 @@ def test_weights_of_one_sign_give_the_bias_in_one_pass(mass, dtype, sign):
     assert layer(x).std() > 0.1  # two passes need no negative weight
 
 
+def test_many_weights_of_one_sign_give_the_bias():
+    """The total of thousands of masses, added one by one in float32, was off by more than the rule for zero allows."""
+    layer = BalNormLinear(10_000, 2)
+    with torch.no_grad():
+        layer.weight.abs_()
+    assert_finite(layer, torch.full((4, 10_000), 0.1), outputs_are_the_bias=True)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_layer_without_inputs_gives_the_bias(samples):
+    """As nn.Linear does. A single sample divided by zero in C, which ends the process."""
+    layer = BalNormLinear(0, 3)
+    with torch.no_grad():
+        layer.bias.normal_()
+    y = layer(torch.rand(samples, 0))
+    assert torch.equal(y, layer.bias.expand(samples, 3))
+    y.sum().backward()
+    assert layer.gain.grad.eq(0).all()
+
+
 @pytest.mark.filterwarnings("ignore:.* gets negative inputs")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)

@@ -562,17 +562,19 @@ EXPORT int NAME(balnorm_forward)(const forward_t *f) {
   if (f->running) NAME(track)(f, mass);
   for (int64_t group = 0; group < r->groups; group++) {
     const REAL *m = mass + group * inputs * stored;
-    REAL *p = s.share + group * s.n, total = 0, magnitude = 0;
+    REAL *p = s.share + group * s.n;
+    double exact = 0, magnitude = 0; /* one by one, so in double precision: the rule for zero allows less error */
     for (int64_t c = 0; c < inputs; c++)
       for (int64_t t = 0; t < taps; t++) {
         REAL value = m[c * stored + (r->position ? t : 0)];
         p[r->last ? t * inputs + c : c * taps + t] = value;
       }
     for (int64_t i = 0; i < s.n; i++) {
-      total += p[i];
-      magnitude += p[i] < 0 ? -p[i] : p[i];
+      exact += p[i];
+      magnitude += fabs((double)p[i]);
     }
-    if (NAME(counts)(total, magnitude, s.n)) {
+    REAL total = (REAL)exact;
+    if (NAME(counts)(total, (REAL)magnitude, s.n)) {
       REAL inverse = 1 / total, most = LARGEST * EPSILON;
       s.inverse_total[group] = inverse > most ? most : inverse < -most ? -most : inverse;
       for (int64_t i = 0; i < s.n; i++) p[i] = p[i] / total;

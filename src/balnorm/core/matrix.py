@@ -75,7 +75,7 @@ class WeightMatrix(NamedTuple):
         """A mass (1, C, ...), as a row for each group that goes with the rows of the weight."""
         inputs, taps = self._inputs_and_taps()
         groups = () if self.groups == 1 else (self.groups,)
-        by_tap = mass.reshape(*groups, inputs, -1).expand(*groups, inputs, taps)
+        by_tap = mass.reshape(*groups, inputs, math.prod(mass.shape[2:])).expand(*groups, inputs, taps)
         return (by_tap.mT if self.channels_last else by_tap).reshape(*groups, 1, inputs * taps)
 
     def mass(self, row: Tensor, kind: MassKind) -> Tensor:

@@ -80,12 +80,12 @@ def forward(
     elif (layout := _layout(x, types, call)) is not None:
         samples = _SAMPLES.pack(x.data_ptr(), address) + layout
     else:
-        mass = saved[-shape.masses :].copy_(batch_mass(x, call.samples, plan.geometry, plan.kind).view(-1))
+        mass = saved[shape.size - shape.masses :].copy_(batch_mass(x, call.samples, plan.geometry, plan.kind).view(-1))
     average = _UNTRACKED if running is None else _average(running, shape, dtype, plan.options.momentum)
     rows = shape.pack(values, gain, output_scale, saved, result.data_ptr())
     _call("forward", types, rows + _MASS.pack(address, *average) + samples)
     if running is not None and average is _UNTRACKED:
-        mass = saved[-shape.masses :] if mass is None else mass
+        mass = saved[shape.size - shape.masses :] if mass is None else mass
         update_running_mass(running.mass, running.batches, mass.view(running.mass.shape), plan.options.momentum)
     return saturate(result, x.dtype), (saved,)
 
@@ -177,8 +177,8 @@ def _types(real: torch.dtype, sample: torch.dtype) -> tuple[torch.dtype, torch.d
 
 
 def _layout(x: Tensor, types: tuple[torch.dtype, torch.dtype], call: Call) -> bytes | None:
-    """The shape part of ``samples_t``; ``None`` without samples, and if C cannot read ``x`` as it lies in memory."""
-    if call.samples == 0 or x.dtype != types[1]:
+    """The shape part of ``samples_t``; ``None`` without values, and if C cannot read ``x`` as it lies in memory."""
+    if call.samples == 0 or x.numel() == 0 or x.dtype != types[1]:
         return None
     plan, key = call.plan, (x.shape, x.stride(), call.samples)
     if key not in plan.shapes:
