@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import balnorm.functional as BF
 from balnorm import (
     BalNormConv2d,
     BalNormConvTranspose2d,
@@ -577,3 +578,18 @@ def test_batches_given_for_one_batch_are_refused():
     with pytest.raises(ValueError, match="join them with"):
         convert(model, calibrate=torch.rand(8, 3, 8, 8).split(4))
     assert isinstance(model[1], nn.BatchNorm2d)
+
+
+def test_calibration_leaves_balanced_layers_alone_that_were_there_before():
+    """A trained backbone of balanced layers lost its statistics when the head behind it was converted."""
+    torch.manual_seed(0)
+    backbone = nn.Sequential(BalNormConv2d(3, 8, 3), nn.ReLU())
+    for _ in range(3):
+        backbone(torch.rand(16, 3, 8, 8))
+    head = nn.Sequential(nn.Conv2d(8, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+    model = nn.Sequential(backbone, head).eval()
+    x, before = 0.3 * torch.rand(32, 3, 8, 8), copy.deepcopy(backbone.state_dict())
+    middle = backbone(x)
+    converted, _ = convert(model, example_input=x, calibrate=x)
+    torch.testing.assert_close(converted[0].state_dict(), before)
+    torch.testing.assert_close(converted[1][0].running_mass, BF.input_mass(middle.detach(), 3), rtol=1e-4, atol=0.0)

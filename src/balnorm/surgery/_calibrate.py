@@ -112,7 +112,8 @@ def match(model: nn.Module, targets: Mapping[BalNormLayer, Target], x: Tensor) -
 
     Every channel gets the mean and the standard deviation of its target, by gain and bias; where the layer's inputs can
     be laid out as a matrix, it gets the balanced weight of least squared error instead. Either way the layer's input is
-    that of the converted network, so that a layer makes up for what those before it have changed.
+    that of the converted network, so that a layer makes up for what those before it have changed. Balanced layers
+    without a target, which the model had before, stay as they are.
     """
     found: dict[BalNormLayer, dict[str, Tensor]] = {}
     users = Counter(layer.weight for layer in model.modules() if isinstance(layer, BalNormLayer))
@@ -122,20 +123,19 @@ def match(model: nn.Module, targets: Mapping[BalNormLayer, Target], x: Tensor) -
         mass = conv.input_mass(input, layer_plan(layer, input, output_size))
         if layer.running_mass is not None:
             values["running_mass"] = mass
-        if layer in targets:
-            target = targets[layer]
-            mean, std = _statistics(_channels_second(layer, balanced_output(layer, input, output_size)))
-            alive = std > 0
-            gain = torch.where(alive, target.std / torch.where(alive, std, 1.0), layer.gain.double())
-            values["gain"] = gain
-            if layer.bias is not None:
-                values["bias"] = target.mean - gain * mean
-                if _has_matrix(layer, input) and users[layer.weight] == 1:
-                    _fit(layer, input, mass.double(), target, values)
+        target = targets[layer]
+        mean, std = _statistics(_channels_second(layer, balanced_output(layer, input, output_size)))
+        alive = std > 0
+        gain = torch.where(alive, target.std / torch.where(alive, std, 1.0), layer.gain.double())
+        values["gain"] = gain
+        if layer.bias is not None:
+            values["bias"] = target.mean - gain * mean
+            if _has_matrix(layer, input) and users[layer.weight] == 1:
+                _fit(layer, input, mass.double(), target, values)
         found[layer] = values
         _put(layer, values)
 
-    with undisturbed(model), before_each_layer(model, action):
+    with undisturbed(model), before_each_layer(model, targets, action):
         model(x)
     for layer, values in found.items():
         _put(layer, values)

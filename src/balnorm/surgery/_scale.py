@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,7 +66,7 @@ def scale_to_data(model: nn.Module, batch: Any) -> dict[str, float]:
                 f"{names[layer] or 'the layer'} gives the same output for every input of this batch: its scale stays",
             )
 
-    with undisturbed(model), before_each_layer(model, measure):
+    with undisturbed(model), before_each_layer(model, names, measure):
         model(input_of_batch(batch, model))
     for layer, scale in scales.items():
         layer.output_scale.copy_(scale)
@@ -74,10 +74,12 @@ def scale_to_data(model: nn.Module, batch: Any) -> dict[str, float]:
 
 
 @contextmanager
-def before_each_layer(model: nn.Module, action: Callable[[BalNormLayer, Tensor, Any], None]) -> Iterator[None]:
-    """Call ``action(layer, input, output_size)`` before the first call of each balanced layer, without gradients.
+def before_each_layer(
+    model: nn.Module, layers: Iterable[BalNormLayer], action: Callable[[BalNormLayer, Tensor, Any], None]
+) -> Iterator[None]:
+    """Call ``action(layer, input, output_size)`` before the first call of each of the layers, without gradients.
 
-    The layers compute with the mass of the batch, as in training, and everything else as in eval mode.
+    They compute with the mass of the batch, as in training, and the rest of the model as in eval mode.
     """
     seen = set[nn.Module]()
 
@@ -90,10 +92,9 @@ def before_each_layer(model: nn.Module, action: Callable[[BalNormLayer, Tensor, 
 
     handles = []
     model.eval()
-    for layer in model.modules():
-        if isinstance(layer, BalNormLayer):
-            layer.train()
-            handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+    for layer in layers:
+        layer.train()
+        handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
     try:
         with torch.no_grad():
             yield
