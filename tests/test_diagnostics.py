@@ -108,6 +108,29 @@ def test_a_compiled_model_is_looked_into():
     assert str(balance_report(compiled, x)) == str(balance_report(model, x))
 
 
+def compiled_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+def compiled_inside(model):
+    return nn.Sequential(torch.compile(model, backend="eager"))
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="this torch cannot switch compiled code off")
+@pytest.mark.parametrize("compiled", [compiled_in_place, compiled_inside])
+def test_a_model_that_has_run_compiled_is_looked_into(compiled):
+    """The compiled code does not notice hooks that came later, and the report was empty."""
+    torch._dynamo.reset()
+    plain = small_network().eval()
+    model, x = compiled(copy.deepcopy(plain)).eval(), torch.rand(2, 3, 6, 6)
+    with torch.no_grad():
+        model(x)
+    values = [row.mean for row in balance_report(model, x).layers]
+    torch.testing.assert_close(values, [row.mean for row in balance_report(plain, x).layers])
+
+
+
 def test_frozen_layers_are_measured_with_their_running_mass():
     layer = freeze_stats(BalNormConv2d(1, 4, 3, mass="position", one_pass=False))
     layer.running_mass.fill_(2.0)

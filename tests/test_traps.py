@@ -53,6 +53,17 @@ def test_no_warning_without_a_reason(options):
     fold(nn.Sequential(layer))
 
 
+def test_statistics_are_read_once_in_a_stretch_of_training(monkeypatch):
+    """Reading them waits for the device, and averages of weights ask for the state dict at every step."""
+    layer, read = BalNormConv2d(3, 4, 3), []
+    monkeypatch.setattr("balnorm.layers.is_readable", lambda tensor: read.append(tensor) or True)
+    for expected in (1, 2):
+        layer.train()
+        for _ in range(3):
+            layer.state_dict()
+        assert len(read) == expected
+
+
 @pytest.mark.parametrize("look", [BalNormConv2d.eval, BalNormConv2d.state_dict, BalNormConv2d.fuse])
 def test_a_running_mass_that_cancels_is_noticed_later_too(look):
     """Early batches may look right; evaluation, saving and folding look once more."""
@@ -63,6 +74,13 @@ def test_a_running_mass_that_cancels_is_noticed_later_too(look):
         layer(-signed_images().abs())
     with pytest.warns(BalNormWarning, match="gets negative inputs"):
         look(layer)
+
+
+def test_replicas_of_data_parallel_are_not_looked_at():
+    """They are new at every step, so each of them would be early for ever."""
+    layer = BalNormConv2d(3, 4, 3)
+    layer._is_replica = True  # as nn.DataParallel does
+    layer(signed_images())  # and a warning would be an error
 
 
 def test_the_warning_can_be_switched_off():

@@ -83,6 +83,8 @@ class BalNormLayer(nn.Module):
     num_batches_tracked: Tensor | None
     options: LayerOptions
     _plan: Plan
+    _unchecked: bool = True
+    """Whether the statistics may have changed since :meth:`check_statistics` read them."""
 
     def _set_up(self, keywords: dict[str, Any]) -> None:
         """Add what torch's own layer lacks: options, state and initial values."""
@@ -171,7 +173,9 @@ class BalNormLayer(nn.Module):
         if not torch.compiler.is_compiling():
             if isinstance(input, Proxy):
                 raise TypeError(f"torch.fx cannot trace through a {type(self).__name__}: {_FOLD}, or make it a leaf")
-            if self._early_batches:  # inside the other if: it must not become a guard
+            # Inside the other if: it must not become a guard. Replicas of nn.DataParallel are new at every step, and
+            # would never stop looking.
+            if self._early_batches and not getattr(self, "_is_replica", False):
                 self._look_at(input)
         buffers = self._buffers  # at a fraction of what the attributes cost
         return conv.balanced_conv(
@@ -187,7 +191,9 @@ class BalNormLayer(nn.Module):
         )
 
     def train(self, mode: bool = True) -> Self:
-        if self.training and not mode:
+        if mode:
+            self._unchecked = True
+        elif self.training:
             self.check_statistics()
         return super().train(mode)
 
@@ -199,8 +205,8 @@ class BalNormLayer(nn.Module):
         mass = self.running_mass
         if self.options.signed_input or mass is None or not is_readable(mass):
             return
-        total, magnitude = mass.sum().item(), mass.abs().sum().item()
-        if total < _CANCELLING * magnitude:
+        self._unchecked = False
+        if mass.sum() < _CANCELLING * mass.abs().sum():
             warn(self, _CANCELS, name)
 
     def _look_at(self, input: Tensor) -> None:
@@ -217,7 +223,8 @@ class BalNormLayer(nn.Module):
             warn(self, _NO_STATISTICS)
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        self.check_statistics()
+        if self._unchecked:  # not each time: averages of weights ask for the state dict at every step
+            self.check_statistics()
         super()._save_to_state_dict(*args)
 
     def fuse(self) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,10 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Undo whatever a forward pass inside does to the model (mode, buffers, attributes) or to the random state."""
+    """Undo whatever a forward pass inside does to the model (mode, buffers, attributes) or to the random state.
+
+    Nothing inside runs compiled: code compiled earlier does not notice new hooks.
+    """
     modules = list(model.modules())
     attributes = [
         {name: dict(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
@@ -24,7 +27,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     ]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {buffer.device for buffer in [*model.parameters(), *model.buffers()] if buffer.is_cuda}
-    with torch.random.fork_rng(sorted(devices, key=str)):
+    # torch 2.4 and 2.5 cannot ask for it
+    eager = torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
+    with eager, torch.random.fork_rng(sorted(devices, key=str)):
         try:
             yield
         finally:
