@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 import balnorm.functional as BF
 from balnorm import BalNormConv2d, balance_report, convert, update_stats
+from balnorm.core import native
 from balnorm.data import ImageSpec
 from balnorm.layers import LayerOptions
 from balnorm.models import BLOCKS, create_model
@@ -458,3 +459,25 @@ def test_a_step_under_autocast(precision, norm, monkeypatch, tmp_path):
             scores, loss = trainer.learner.step(torch.empty(8, 1, 8, 8), torch.empty(8, dtype=torch.long))
             assert scores.dtype == getattr(torch, precision)
             assert loss.dtype == torch.float32
+
+
+class MatrixProductsInTF32(TorchDispatchMode):
+    """What a GPU does with torch.set_float32_matmul_precision("high"): ten bits of the mantissa are left."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.mv.default):
+            args = [((tensor.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32) for tensor in args]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layer", [BalNormConv2d(4, 4, 3, groups=4), BalNormConv2d(4, 4, 3)])
+def test_what_counts_as_zero_does_not_depend_on_the_precision_of_matrix_products(layer, monkeypatch):
+    """Rounded shares no longer add up to 1: kernels of one sign seemed alive, and their outputs were huge."""
+    monkeypatch.setattr(native, "_library", None)
+    with torch.no_grad():
+        layer.weight.abs_()
+        layer.bias.normal_()
+    x = torch.rand(2, 4, 6, 6)
+    with MatrixProductsInTF32():
+        y = layer(x)
+    assert torch.equal(y, layer.bias.view(1, 4, 1, 1).expand_as(y))

@@ -130,7 +130,6 @@ def test_a_model_that_has_run_compiled_is_looked_into(compiled):
     torch.testing.assert_close(values, [row.mean for row in balance_report(plain, x).layers])
 
 
-
 def test_frozen_layers_are_measured_with_their_running_mass():
     layer = freeze_stats(BalNormConv2d(1, 4, 3, mass="position", one_pass=False))
     layer.running_mass.fill_(2.0)

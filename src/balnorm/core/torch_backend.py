@@ -83,17 +83,20 @@ def _balance(w: Tensor, m: Tensor, one_pass: bool) -> _Rows:
     total = m.sum(-1, keepdim=True)
     present = counts(total, torch.linalg.vector_norm(m, 1, -1, keepdim=True), terms)
     share = torch.where(present, m / total, 0.0)
-    column = share.mT
+    # Sums are not matrix products: TF32 would round the shares, by more than the rule for zero allows.
+    scratch = torch.mul(w, share)
+    mean = scratch.sum(-1, keepdim=True)
 
-    mean = w @ column
-    scratch = torch.empty_like(w)
+    def weighted_sum(values: Tensor) -> Tensor:
+        return values.mul_(share).sum(-1, keepdim=True)
+
     if one_pass:
-        positive = torch.gt(w, 0, out=scratch) @ column
-        contribution = torch.addcmul(torch.clamp_min(w, 0, out=scratch) @ column, mean, positive, value=-1.0)
+        positive = weighted_sum(torch.gt(w, 0, out=scratch))
+        contribution = weighted_sum(torch.clamp_min(w, 0, out=scratch)).addcmul_(mean, positive, value=-1.0)
     else:
-        positive = torch.gt(w, mean, out=scratch) @ column
+        positive = weighted_sum(torch.gt(w, mean, out=scratch))
         # sum p w' = 0, so its positive part is half of sum p |w'|
-        contribution = (torch.sub(w, mean, out=scratch).abs_() @ column).mul_(0.5)
+        contribution = weighted_sum(torch.sub(w, mean, out=scratch).abs_()).mul_(0.5)
     inverse_contribution = torch.where(counts(contribution, mean, terms), contribution.reciprocal(), 0.0)
     return _Rows(share, inverse_total(total, present), mean, positive, inverse_contribution)
 
