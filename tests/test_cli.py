@@ -209,3 +209,15 @@ def test_a_bench_compares_with_the_first(capsys):
     assert kept["none"] == 1.0
     assert kept["batchnorm"] > 1.5  # a normalised copy of every activation
     assert kept["balnorm"] < 1.2
+
+
+@pytest.mark.parametrize(("command", "place"), [("compare", 0), ("bench", -1)])
+def test_a_recipe_that_is_there_for_its_norm_is_compared_with_it(command, place, monkeypatch):
+    """Without --norms, a study called cifar10-wrn-quarter trained everything but a quarter of the batch."""
+    seen = []
+    monkeypatch.setattr(f"balnorm.cli.{command}", lambda *options: seen.append(options))
+    for recipe in ("cifar10-wrn-quarter", "cifar10-wrn"):
+        assert main([command, recipe]) in (0, None)
+    norms = [(options[1] if command == "compare" else options[0].bench).norms for options in seen]
+    assert norms[0][place] == "balnorm-quarter"
+    assert set(norms[0]) - set(norms[1]) == {"balnorm-quarter"}

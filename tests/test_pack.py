@@ -301,6 +301,40 @@ def test_a_run_that_comes_twice_is_refused(study, tmp_path):
         read_packed(packed)
 
 
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_starts_are_those_of_the_packed_runs(study):
+    """Those of unfinished runs were counted at each pack, and once more when the run was finished."""
+    assert main(["pack", str(study)]) == 0
+    without = files_of(study)
+    make_run(study, "none", 0, [0.5], epochs=3, lr=0.1)
+    for _ in range(2):
+        assert main(["pack", str(study)]) == 0
+        assert files_of(study) == without
+    assert sum(machine["starts"] for machine in read_packed(study).environments) == 6
+
+
+def test_a_disk_that_is_full_leaves_the_packed_study_as_it_was(study, monkeypatch):
+    """The new metrics.csv with the old study.json could not be read, nor packed again."""
+    assert main(["pack", str(study)]) == 0
+    before, more = files_of(study), make_run(study, "none", 0, [0.5] * 3, lr=0.1)
+    real_open = Path.open
+
+    def full(path, *args, **options):
+        if path.name.startswith("study.json."):
+            raise OSError(28, "No space left on device")
+        return real_open(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", full)
+    assert main(["pack", str(study)]) == 1
+    assert files_of(study) == before
+    monkeypatch.undo()
+    assert main(["pack", str(study)]) == 0
+    assert more.recipe() in read_packed(study).runs
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # The published studies
 # --------------------------------------------------------------------------------------------------------------------

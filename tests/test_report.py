@@ -386,6 +386,49 @@ def test_a_tie_has_no_winner(tmp_path):
     assert "Then none 60.00%." in text
 
 
+def test_an_unfinished_copy_does_not_hide_a_finished_run(tmp_path):
+    make_run(tmp_path, "balnorm", 0, [0.5], epochs=2, name="a-copy")
+    make_run(tmp_path, "balnorm", 0, [0.5, 0.7], name="the-run")
+    results = read_results([tmp_path])
+    assert [(run.folder.name, run.state) for run in results.runs] == [("the-run", "finished")]
+    (problem,) = results.problems
+    assert problem.endswith("the-run: left out")
+    assert "a-copy is the same run as" in problem
+
+
+def test_the_summary_with_balnorm_as_the_baseline(tmp_path):
+    """It said that there was nothing to compare, above a table of differences."""
+    for norm in ("balnorm", "balnorm-position", "none"):
+        for seed in range(5):
+            make_run(tmp_path, norm, seed, [0.5, {"balnorm": 0.6, "none": 0.4}.get(norm, 0.7)])
+    results = read_results([tmp_path])
+    sentences = summarize(results, differences_to(results, "balnorm"))
+    assert [text.split(" points")[0] for text in sentences if "eed by seed" in text] == [
+        "Seed by seed, balnorm-position is +10.00",
+        "Seed by seed, none is -20.00",
+    ]
+
+
+def test_an_accuracy_of_zero_is_not_called_divergence(tmp_path):
+    make_run(tmp_path, "balnorm", 0, [0.0])
+    make_run(tmp_path, "none", 0, [0.0])
+    assert "iverged" not in " ".join(summary_of(tmp_path))
+    make_run(tmp_path, "batchnorm", 0, [0.1])
+    assert "Then balnorm 0.00%, none 0.00%." in summary_of(tmp_path)
+
+
+def test_costs_of_several_machines_are_marked(tmp_path):
+    def note():
+        results = read_results([tmp_path])
+        return study_tables(results, [], differences_to(results, "batchnorm"))[-1].note
+
+    for seed, processor in enumerate(("Xeon", "Xeon", "EPYC")):
+        run = make_run(tmp_path, "balnorm", seed)
+        (start,) = json.loads(run.environment.read_text())
+        run.environment.write_text(json.dumps([{**start, "processor": processor, "started": str(seed)}]))
+        assert ("several machines" in note()) == (processor == "EPYC")
+
+
 def test_the_summary_of_many_pairs_is_one_sentence(tmp_path):
     for lr, gain in {0.01: 0.1, 0.1: 0.0, 1.0: -0.1, 2.0: 0.2}.items():
         for seed in range(5):

@@ -80,6 +80,15 @@ def test_a_folder_is_for_one_run(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_run_keeps_its_folder_when_other_fields_vary(tmp_path):
+    """The same run was trained a second time, under the name that the new command would have given it."""
+    fields = {name: value for name, value in SMALL.items() if name != "epochs"}
+    make_run(tmp_path, "balnorm", 0, [0.5] * DIGITS.epochs, name="balnorm-seed0", **fields)
+    first, second = plan(DIGITS, tmp_path, ["balnorm"], 1, {"lr": [DIGITS.lr, 0.3]})
+    assert (first.folder.name, first.state) == ("balnorm-seed0", "finished")
+    assert (second.folder.name, second.state) == ("balnorm-lr=0.3-seed0", "new")
+
+
 def test_settings_name_what_varies_and_nothing_else():
     recipes = [
         replace(DIGITS, norm=norm, lr=lr, seed=seed) for norm in ("a", "b") for lr in (0.1, 1.0) for seed in (0, 1)

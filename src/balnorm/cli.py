@@ -179,7 +179,8 @@ def _recipe_and_rest(arguments: list[str]) -> tuple[str, list[str]]:
 def _compare(arguments: list[str]) -> None:
     name, rest = _recipe_and_rest(arguments)
     recipe = get_recipe(name)
-    default = Compare(StudyRecipe(**{**vars(recipe), "norm": "balnorm"}), Grid())
+    norms = tuple(dict.fromkeys([recipe.norm, *Grid().norms]))  # a recipe may be there for its norm
+    default = Compare(StudyRecipe(**{**vars(recipe), "norm": "balnorm"}), Grid(norms=norms))
 
     def parse(arguments: list[str]) -> Compare:
         return _parse(Compare, arguments, f"compare {name}", RECIPES[name].__doc__, default)
@@ -231,7 +232,9 @@ def _data(arguments: list[str]) -> int:
 
 def _bench(arguments: list[str]) -> None:
     name, rest = _recipe_and_rest(arguments)
-    default = Bench(StudyRecipe(**{**vars(get_recipe(name)), "norm": "balnorm"}), BenchOptions())
+    recipe = get_recipe(name)
+    norms = tuple(dict.fromkeys([*BenchOptions().norms, recipe.norm]))
+    default = Bench(StudyRecipe(**{**vars(recipe), "norm": "balnorm"}), BenchOptions(norms=norms))
     about = "Measure the time and memory of training steps of a recipe's network, interleaving the norms."
     bench(_parse(Bench, rest, f"bench {name}", about, default))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 from balnorm.study.packed import STUDY, Packed, read_packed, varied_fields
 from balnorm.study.results import Result, settings_of, text_of
 from balnorm.training.config import Recipe
-from balnorm.training.run import Run, check_same, state_after
+from balnorm.training.run import Run, RunError, check_same, state_after
 
 __all__ = ["plan", "run_name"]
 
@@ -26,7 +27,8 @@ def plan(
     """Every norm with every seed and every combination of the varied fields, each with its current state.
 
     Seeds count up from the recipe's own. All runs of one seed come before the next seed, so that a study that is
-    stopped early has compared something. Raises a RunError if ``out`` holds other runs under the same names.
+    stopped early has compared something. A run that ``out`` already holds under another name, since other fields varied
+    when it was made, keeps it. Raises a RunError if ``out`` holds other runs under the same names.
     """
     vary, out = vary or {}, Path(out)
     if seeds < 1:
@@ -46,16 +48,25 @@ def plan(
     packed = read_packed(out) if (out / STUDY).exists() else Packed({}, (), ())
     varied = varied_fields(packed.runs)
     known = {run_name(each, {name: getattr(each, name) for name in varied}): each for each in packed.runs}
-    runs = []
+    folders, runs = _folders_by_recipe(out / "runs"), []
     for (name, each), setting in zip(named.items(), settings_of(list(named.values())), strict=True):
         if each in packed.runs:
             lines = packed.runs[each]
             runs.append(Result(out, each, setting, state_after(lines, each.epochs), lines, packed=True))
             continue
         check_same(each, known.get(name, each), out)
-        Run(out / "runs" / name).check(each)
-        runs.append(Result(out / "runs" / name, each, setting).now())
+        folder = folders.get(each, out / "runs" / name)
+        Run(folder).check(each)
+        runs.append(Result(folder, each, setting).now())
     return runs
+
+
+def _folders_by_recipe(parent: Path) -> dict[Recipe, Path]:
+    found: dict[Recipe, Path] = {}
+    for folder in sorted(parent.glob("*/")):
+        with contextlib.suppress(RunError, OSError):  # reported if it is in the way
+            found.setdefault(Run(folder).recipe(), folder)
+    return found
 
 
 def run_name(recipe: Recipe, changed: Mapping[str, Any]) -> str:

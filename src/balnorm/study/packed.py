@@ -10,6 +10,7 @@ import csv
 import functools
 import io
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 
 from balnorm.errors import one_line
 from balnorm.training.config import Recipe
-from balnorm.training.files import parse_json, write_atomically
+from balnorm.training.files import parse_json, written
 from balnorm.training.run import Record, RunError, check_records, state_after
 
 __all__ = ["METRICS", "STUDY", "Packed", "Records", "command_line", "read_packed", "varied_fields", "write_packed"]
@@ -68,8 +69,11 @@ def write_packed(packed: Packed, folder: Path) -> None:
         ],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / METRICS, _csv(packed.runs, list(varies)).encode())
-    write_atomically(folder / STUDY, (_pretty(study) + "\n").encode())
+    metrics, description = _csv(packed.runs, list(varies)).encode(), (_pretty(study) + "\n").encode()
+    # The two belong together: neither is replaced until both are on the disk.
+    with written(folder / METRICS, metrics) as new_metrics, written(folder / STUDY, description) as new_study:
+        os.replace(new_metrics, folder / METRICS)
+        os.replace(new_study, folder / STUDY)
 
 
 def read_packed(folder: Path) -> Packed:

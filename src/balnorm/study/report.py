@@ -143,7 +143,11 @@ def summarize(results: Results, differences: Differences) -> list[str]:
     ranked = sorted(spreads.items(), key=lambda pair: -pair[1].median)
     sentences = _ranking(results, ranked)
     compared, baseline = _compared(differences), differences.baseline
-    if not compared and len({setting.norm for setting in results.by_setting} | {baseline, "balnorm"}) > 2:
+    if (
+        not compared
+        and baseline != "balnorm"
+        and len({setting.norm for setting in results.by_setting} | {baseline, "balnorm"}) > 2
+    ):
         compared = [f"There are no finished runs of balnorm and {baseline} alike in all else, to compare seed by seed."]
     sentences += [*compared, _counted(results)]
     if ranked and min(found.n for _, found in ranked) < 5:
@@ -156,7 +160,8 @@ def _ranking(results: Results, ranked: list[tuple[Setting, Spread]]) -> list[str
     if not ranked:
         return []
     first, best = ranked[0]
-    if best.median == 0.0:
+    diverged = {setting: any(run.state == "diverged" for run in results.by_setting[setting]) for setting, _ in ranked}
+    if best.median == 0.0 and all(diverged.values()):
         return ["Every setting diverged in half of its runs or more."]
     leaders = [str(setting) for setting, found in ranked if found.median == best.median]
     alike, spread = (", alike", "") if len(leaders) > 1 else ("", f"quartiles {best.low:.2%} to {best.high:.2%}, ")
@@ -166,19 +171,26 @@ def _ranking(results: Results, ranked: list[tuple[Setting, Spread]]) -> list[str
         f"({spread}{_many(best.n, 'seed')})."
     )
     rest = ranked[len(leaders) :]
-    others = [f"{setting} " + (f"{found.median:.2%}" if found.median else "diverged") for setting, found in rest]
+    others = [
+        f"{setting} " + ("diverged" if found.median == 0.0 and diverged[setting] else f"{found.median:.2%}")
+        for setting, found in rest
+    ]
     more = f" and {len(others) - 6} more" if len(others) > 6 else ""
     return [sentence, f"Then {', '.join(others[:6])}{more}."] if others else [sentence]
 
 
 def _compared(differences: Differences) -> list[str]:
-    """BalNorm against the baseline, if the study has both: a sentence per pair, or one for all if there are many."""
+    """BalNorm against the baseline, if the study has both: a sentence per pair, or one for all if there are many.
+
+    Where BalNorm is the baseline, all others against it.
+    """
     baseline, sentences = differences.baseline, []
-    pairs = {setting: found for setting, found in differences.by_setting.items() if setting.norm == "balnorm"}
+    pairs = {setting: it for setting, it in differences.by_setting.items() if "balnorm" in (setting.norm, baseline)}
     if len(pairs) > 2:
         ahead, behind = sum(found.low > 0 for found in pairs.values()), sum(found.high < 0 for found in pairs.values())
+        subject = "another setting" if baseline == "balnorm" else "balnorm"
         return [
-            f"Seed by seed, balnorm is ahead of {baseline} in {ahead} of {len(pairs)} such pairs of settings and "
+            f"Seed by seed, {subject} is ahead of {baseline} in {ahead} of {len(pairs)} such pairs of settings and "
             f"behind in {behind}, as far as 95% intervals that exclude 0 tell."
         ]
     for setting, found in pairs.items():

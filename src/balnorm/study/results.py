@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from balnorm.errors import one_line
 from balnorm.norms import NORMS
@@ -88,15 +88,39 @@ class Result:
         return replace(self, state=state, lines=tuple(lines), reason="")
 
 
+class Start(NamedTuple):
+    """Where, when and how a run was started."""
+
+    folder: Path | None
+    """The run's; ``None`` for all starts of a packed study on one machine."""
+    details: dict[str, Any]
+
+    @property
+    def command(self) -> str:
+        """What was typed, without the machine's paths."""
+        words = self.details.get("command")
+        return command_line([str(word) for word in words]) if isinstance(words, list) and words else ""
+
+
 @dataclass(frozen=True)
 class Results:
     """The runs of a study, their origin, and a sentence for each problem with its files."""
 
     runs: tuple[Result, ...]
     problems: tuple[str, ...]
-    commands: tuple[str, ...] = ()
-    environments: tuple[dict[str, Any], ...] = ()
-    """Each machine with its versions, and how often and when runs were started there."""
+    packed_commands: tuple[str, ...] = ()
+    starts: tuple[Start, ...] = ()
+
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """Each command once, those of packed studies first, then in the order in which they were typed."""
+        typed = sorted((str(start.details.get("started", "")), start.command) for start in self.starts if start.command)
+        return tuple(dict.fromkeys([*self.packed_commands, *(command for _, command in typed)]))
+
+    @property
+    def environments(self) -> tuple[dict[str, Any], ...]:
+        """Each machine with its versions, and how often and when runs were started there."""
+        return _machines(start.details for start in self.starts)
 
     @functools.cached_property
     def by_setting(self) -> dict[Setting, list[Result]]:
@@ -110,9 +134,11 @@ class Results:
         return sum(run.state == state for run in self.runs)
 
     def packed(self) -> Packed:
-        """The runs that have ended, by setting and seed, as a packed study."""
+        """The runs that have ended, by setting and seed, with their own origin, as a packed study."""
         runs = sorted((run for run in self.runs if run.ended), key=lambda run: (run.setting.place, run.recipe.seed))
-        return Packed({run.recipe: run.lines for run in runs}, self.commands, self.environments)
+        folders = {None, *(run.folder for run in runs)}
+        origin = replace(self, starts=tuple(start for start in self.starts if start.folder in folders))
+        return Packed({run.recipe: run.lines for run in runs}, origin.commands, origin.environments)
 
 
 def settings_of(recipes: Sequence[Recipe]) -> list[Setting]:
@@ -146,8 +172,7 @@ def read_results(folders: Iterable[str | Path]) -> Results:
         reader.read(folder)
     settings = settings_of([run.recipe for run in reader.runs.values()])
     runs = [replace(run, setting=each) for run, each in zip(reader.runs.values(), settings, strict=True)]
-    commands = dict.fromkeys([*reader.packed_commands, *(text for _, text in sorted(reader.commands))])
-    return Results(tuple(runs), tuple(reader.problems), tuple(commands), _machines(reader.starts))
+    return Results(tuple(runs), tuple(reader.problems), tuple(reader.packed_commands), tuple(reader.starts))
 
 
 class _Reader:
@@ -157,9 +182,7 @@ class _Reader:
         self.runs: dict[Recipe, Result] = {}
         self.problems: list[str] = []
         self.packed_commands: list[str] = []
-        self.commands: list[tuple[str, str]] = []
-        """When each was typed, and the command."""
-        self.starts: list[dict[str, Any]] = []
+        self.starts: list[Start] = []
         self.seen: set[Path] = set()
 
     def read(self, folder: Path) -> None:
@@ -180,7 +203,7 @@ class _Reader:
     def _add_packed(self, folder: Path) -> None:
         packed = read_packed(folder)
         self.packed_commands += packed.commands
-        self.starts += packed.environments
+        self.starts += [Start(None, machine) for machine in packed.environments]
         for recipe, lines in packed.runs.items():
             self._add(Result(folder, recipe, Setting(""), state_after(lines, recipe.epochs), lines, packed=True))
 
@@ -202,18 +225,21 @@ class _Reader:
         names = (path.name for path in folder.iterdir() if path.suffix != ".tmp")
         if foreign := sorted(name for name in names if name not in _OURS):
             tell(f"{folder} contains files that do not belong to a run ({', '.join(foreign)}): ignored")
-        for start in self._starts(run):
-            if isinstance(words := start.get("command"), list) and words:
-                self.commands.append((str(start.get("started", "")), command_line([str(word) for word in words])))
-            self.starts.append({**start, "starts": 1})
+        self.starts += [Start(folder, {**details, "starts": 1}) for details in self._starts(run)]
 
     def _add(self, run: Result) -> bool:
         """Add a run unless it is already here. A run folder and its copy in a packed study are the same run."""
         twin = self.runs.setdefault(run.recipe, run)
-        if twin is not run and (run.packed == twin.packed or twin.lines != run.lines):
-            here, there = (each.source if each.packed else each.folder for each in (run, twin))
+        if twin is run:
+            return True
+        better = run.ended and not twin.ended
+        if better:
+            self.runs[run.recipe] = run
+        if run.packed == twin.packed or twin.lines != run.lines:
+            kept, other = (run, twin) if better else (twin, run)
+            here, there = (each.source if each.packed else each.folder for each in (other, kept))
             self.problems.append(f"{here} is the same run as {there}: left out")
-        return twin is run
+        return better
 
     def _starts(self, run: Run) -> list[dict[str, Any]]:
         try:

@@ -37,8 +37,13 @@ class Table:
         return [[cell.text for cell in row] for row in self.rows]
 
 
+_DECIDE_THE_COST = ("processor", "gpu", "threads", "backend", "torch", "balnorm")
+
+
 def study_tables(results: Results, levels: Sequence[float], differences: Differences) -> list[Table]:
     """Final results, differences to the baseline if there are any, and cost."""
+    machines = {tuple(machine.get(name) for name in _DECIDE_THE_COST) for machine in results.environments}
+    mixed = " They come from several machines or versions: compare them with care." if len(machines) > 1 else ""
     tables = {
         "results": (
             "Results after the last epoch",
@@ -56,7 +61,8 @@ def study_tables(results: Results, levels: Sequence[float], differences: Differe
         "cost": (
             "Speed and memory",
             "Median (quartiles). The epochs are those until the test accuracy was first reached. Times are those of "
-            "the runs, with whatever else the machine did; peak memory is that of the whole process, or of the GPU.",
+            "the runs, with whatever else the machine did; peak memory is that of the whole process, or of the GPU."
+            + mixed,
             {setting: _cost_row(runs, levels) for setting, runs in results.by_setting.items()},
         ),
     }
