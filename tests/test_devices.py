@@ -30,12 +30,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import balnorm.functional as BF
-from balnorm import BalNormConv2d, balance_report, convert, update_stats
+from balnorm import BalNormConv2d, balance_report, convert, scale_to_data, update_stats
 from balnorm.core import native
 from balnorm.data import ImageSpec
 from balnorm.layers import LayerOptions
 from balnorm.models import BLOCKS, create_model
 from balnorm.norms import NORMS, set_progress
+from balnorm.surgery._model import in_double_precision
 from balnorm.training.config import Recipe
 from balnorm.training.processes import Processes
 from balnorm.training.progress import Progress
@@ -481,3 +482,39 @@ def test_what_counts_as_zero_does_not_depend_on_the_precision_of_matrix_products
     with MatrixProductsInTF32():
         y = layer(x)
     assert torch.equal(y, layer.bias.view(1, 4, 1, 1).expand_as(y))
+
+
+class NoDoublePrecision(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) and leaf.dtype == torch.float64 for leaf in tree_leaves(result)):
+            raise DeviceError(f"{function} gives float64")
+        return result
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model, x: str(balance_report(model, x)),
+        lambda model, x: convert(model, calibrate=x),
+        lambda model, x: scale_to_data(convert(model, example_input=x)[0], x),
+    ],
+)
+def test_double_precision_is_left_to_the_function_that_knows_who_has_none(look, monkeypatch):
+    """Apple's GPUs do not: there, these functions failed. (Here a CPU without it stands for them.)"""
+    for module in ("diagnostics", "surgery._calibrate", "surgery._scale", "surgery._shifts"):
+        monkeypatch.setattr(f"balnorm.{module}.in_double_precision", Tensor.float)
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    with NoDoublePrecision():
+        look(model, torch.rand(8, 3, 6, 6))
+
+
+def test_double_precision_of_apple_gpus_is_that_of_the_cpu():
+    class OnAppleGpu:
+        device = torch.device("mps")
+
+        def cpu(self):
+            return torch.ones(2)
+
+    assert in_double_precision(OnAppleGpu()).dtype == torch.float64
+    assert in_double_precision(torch.empty(2, device="meta")).device.type == "meta"

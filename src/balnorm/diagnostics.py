@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from balnorm.core.geometry import by_output
 from balnorm.layers import BalNormLayer, layer_mass
-from balnorm.surgery._model import input_of_batch, undisturbed
+from balnorm.surgery._model import in_double_precision, input_of_batch, undisturbed
 from balnorm.text_table import text_table
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def balance_report(
 
 
 def _measure(name: str, module: nn.Module, x: Tensor, output: Tensor) -> LayerBalance:
-    values = output.movedim(_channel_axis(module), 0)[:, None].flatten(1).double()
+    values = in_double_precision(output.movedim(_channel_axis(module), 0)[:, None].flatten(1))
     kind, mean, std = type(module).__name__, values.mean(1), values.std(1, correction=0)
     if isinstance(module, _BatchNorm):
         gain = module.weight.detach() if module.affine else None
@@ -198,9 +198,9 @@ def _measure(name: str, module: nn.Module, x: Tensor, output: Tensor) -> LayerBa
         from_batch = module.running_mass is None or (module.training and not module.stats_frozen)
         weight = module.effective_weight(x, output.shape) if from_batch else module.effective_weight()
     groups, transposed = getattr(module, "groups", 1), getattr(module, "transposed", False)
-    mass = layer_mass(module, x, output.shape, mass="position", signed_input=signed).double()
+    mass = in_double_precision(layer_mass(module, x, output.shape, mass="position", signed_input=signed))
     m = mass.view(groups, 1, mass.shape[1] // groups, *mass.shape[2:])
-    w = by_output(weight.double(), groups, transposed)
+    w = by_output(in_double_precision(weight), groups, transposed)
     others = tuple(range(2, w.dim()))
     positive = (m * w.clamp(min=0)).sum(others).flatten()
     negative = (m * -w.clamp(max=0)).sum(others).flatten()
@@ -227,7 +227,7 @@ def _whiskers(axes: Axes, values: dict[int, Tensor], colour: str) -> None:
 def _median(values: Tensor | None) -> str:
     if values is None or not values.numel():
         return ""
-    number = float(values.double().median())
+    number = float(in_double_precision(values).median())
     if abs(number) < 0.005:
         return "0.00"
     return f"{number:.2f}" if abs(number) < 10 else f"{number:.1f}" if abs(number) < 1000 else f"{number:.3g}"

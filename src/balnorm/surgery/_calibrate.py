@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from balnorm.core import conv
 from balnorm.layers import BalNormLayer, layer_geometry, layer_plan
 from balnorm.surgery._decisions import Balanced, Decision, Place
-from balnorm.surgery._model import input_of_batch, undisturbed
+from balnorm.surgery._model import in_double_precision, input_of_batch, undisturbed
 from balnorm.surgery._scale import balanced_output, before_each_layer
 from balnorm.surgery._shifts import Shifts
 
@@ -38,7 +38,7 @@ class Target(NamedTuple):
     factor: Tensor | None
     """What its input channels were larger by, because of a norm that is gone; ``None`` for ones."""
     samples: Tensor
-    """Outputs at some positions of every sample, (N, positions, D)."""
+    """Outputs at some positions of every sample, (N, positions, D), in double precision."""
 
 
 def one_batch(calibrate: Any, model: nn.Module) -> Tensor:
@@ -75,7 +75,7 @@ def measure(
             mean, std = _statistics(output)
             scale, shift = _scale_and_shift(norm, mean, std)
             shift = shift + shifts.added.get(layer, 0.0)
-            factor, samples = shifts.factors.get(layer), _outputs(output) * scale + shift
+            factor, samples = shifts.factors.get(layer), in_double_precision(_outputs(output)) * scale + shift
             targets.setdefault(layer, Target(mean * scale + shift, std * scale, scale, factor, samples))
 
         return layer.register_forward_hook(hook)
@@ -100,11 +100,12 @@ def _scale_and_shift(norm: _BatchNorm | None, mean: Tensor, std: Tensor) -> tupl
     if norm is None:
         return torch.ones_like(mean), torch.zeros_like(mean)
     if norm.running_mean is not None and norm.running_var is not None:
-        centre, width = norm.running_mean.double(), (norm.running_var.double() + norm.eps).sqrt()
+        centre = in_double_precision(norm.running_mean)
+        width = (in_double_precision(norm.running_var) + norm.eps).sqrt()
     else:
         centre, width = mean, (std.square() + norm.eps).sqrt()
-    scale = 1.0 / width if norm.weight is None else norm.weight.double() / width
-    return scale, -centre * scale if norm.bias is None else norm.bias.double() - centre * scale
+    scale = 1.0 / width if norm.weight is None else in_double_precision(norm.weight) / width
+    return scale, -centre * scale if norm.bias is None else in_double_precision(norm.bias) - centre * scale
 
 
 def match(model: nn.Module, targets: Mapping[BalNormLayer, Target], x: Tensor) -> None:
@@ -126,12 +127,12 @@ def match(model: nn.Module, targets: Mapping[BalNormLayer, Target], x: Tensor) -
         target = targets[layer]
         mean, std = _statistics(_channels_second(layer, balanced_output(layer, input, output_size)))
         alive = std > 0
-        gain = torch.where(alive, target.std / torch.where(alive, std, 1.0), layer.gain.double())
+        gain = torch.where(alive, target.std / torch.where(alive, std, 1.0), in_double_precision(layer.gain))
         values["gain"] = gain
         if layer.bias is not None:
             values["bias"] = target.mean - gain * mean
             if _has_matrix(layer, input) and users[layer.weight] == 1:
-                _fit(layer, input, mass.double(), target, values)
+                _fit(layer, input, in_double_precision(mass), target, values)
         found[layer] = values
         _put(layer, values)
 
@@ -151,13 +152,13 @@ def _fit(layer: BalNormLayer, input: Tensor, mass: Tensor, target: Target, value
     covariance of the inputs.
     """
     groups, outputs = layer.groups, layer.weight.shape[0]
-    weight = layer.weight.double().reshape(groups, outputs // groups, -1)
+    weight = in_double_precision(layer.weight).reshape(groups, outputs // groups, -1)
     count, size = 0, weight.shape[2]
     sums, y_sums = weight.new_zeros(groups, size), weight.new_zeros(groups, outputs // groups)
     squares, products = weight.new_zeros(groups, size, size), weight.new_zeros(groups, size, outputs // groups)
     for some, samples in zip(torch.split(input, _AT_ONCE), torch.split(target.samples, _AT_ONCE), strict=True):
-        x = _inputs(layer, some).double()
-        y = samples.flatten(0, 1).double().view(-1, groups, outputs // groups).movedim(0, 1)
+        x = in_double_precision(_inputs(layer, some))
+        y = samples.flatten(0, 1).view(-1, groups, outputs // groups).movedim(0, 1)
         x = x.view(-1, groups, size).movedim(0, 1)  # (groups, rows, size)
         count += x.shape[1]
         sums, y_sums = sums + x.sum(1), y_sums + y.sum(1)
@@ -181,7 +182,7 @@ def _fit(layer: BalNormLayer, input: Tensor, mass: Tensor, target: Target, value
     raw = fitted * (weight.norm(dim=2, keepdim=True) / fitted.norm(dim=2, keepdim=True))
     good = positive.isfinite() & (positive > 0) & raw.isfinite().all(2).flatten() & (failed == 0).all()
     values["weight"] = torch.where(good.view(groups, -1, 1), raw, weight).view_as(layer.weight)
-    values["gain"] = torch.where(good, positive / layer.output_scale.double(), values["gain"])
+    values["gain"] = torch.where(good, positive / in_double_precision(layer.output_scale), values["gain"])
     values["bias"] = torch.where(good, bias, values["bias"])
 
 
@@ -231,5 +232,5 @@ def _put(layer: BalNormLayer, values: dict[str, Tensor]) -> None:
 
 def _statistics(output: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each channel (the second axis), in double precision."""
-    channels = output.detach().double().movedim(1, 0).flatten(1)
+    channels = in_double_precision(output.detach()).movedim(1, 0).flatten(1)
     return channels.mean(1), channels.std(1, correction=0)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ModelT", "input_of_batch", "refuse_wrapped", "replace_modules", "undisturbed"]
+__all__ = ["ModelT", "in_double_precision", "input_of_batch", "refuse_wrapped", "replace_modules", "undisturbed"]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -60,6 +60,11 @@ def input_of_batch(batch: Any, model: nn.Module, otherwise: str = "") -> Tensor:
         raise TypeError(f"{expected}, got a {type(x).__name__}{otherwise}")
     place = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), x.device)
     return x.to(place)
+
+
+def in_double_precision(tensor: Tensor) -> Tensor:
+    """The tensor in float64; on the CPU, if it is on one of Apple's GPUs, which have none."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 def replace_modules(model: ModelT, new: dict[nn.Module, nn.Module]) -> ModelT:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from balnorm.core import conv
 from balnorm.layers import BalNormLayer, layer_plan, warn
-from balnorm.surgery._model import input_of_batch, undisturbed
+from balnorm.surgery._model import in_double_precision, input_of_batch, undisturbed
 
 __all__ = ["balanced_output", "before_each_layer", "scale_to_data"]
 
@@ -51,7 +51,7 @@ def scale_to_data(model: nn.Module, batch: Any) -> dict[str, float]:
     scales: dict[BalNormLayer, Tensor] = {}
 
     def measure(layer: BalNormLayer, x: Tensor, output_size: Any) -> None:
-        z = balanced_output(layer, x, output_size).double()
+        z = in_double_precision(balanced_output(layer, x, output_size))
         sums = torch.stack([z.sum(), z.square().sum(), z.new_tensor(z.numel())])
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(sums)

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from balnorm.surgery._attribution import is_norm_act
 from balnorm.surgery._decisions import Balanced, Decision, Place, Removed
 from balnorm.surgery._flow import Call, Flow, canonical
+from balnorm.surgery._model import in_double_precision
 
 __all__ = ["Shifts", "move_shifts"]
 
@@ -126,8 +127,8 @@ def _factor_and_shift(norm: nn.Module | None) -> tuple[Tensor, Tensor]:
     assert isinstance(norm, _BatchNorm)
     assert norm.running_mean is not None
     assert norm.running_var is not None
-    mean, std = norm.running_mean.double(), (norm.running_var.double() + norm.eps).sqrt()
-    a = torch.ones_like(mean) if norm.weight is None else norm.weight.detach().double()
-    b = torch.zeros_like(mean) if norm.bias is None else norm.bias.detach().double()
+    mean, std = in_double_precision(norm.running_mean), (in_double_precision(norm.running_var) + norm.eps).sqrt()
+    a = torch.ones_like(mean) if norm.weight is None else in_double_precision(norm.weight.detach())
+    b = torch.zeros_like(mean) if norm.bias is None else in_double_precision(norm.bias.detach())
     shift = (b / a.clamp(min=torch.finfo(a.dtype).tiny)).nan_to_num().clamp(-_FURTHEST, _FURTHEST)
     return a.clamp(min=0.0) / std, shift * std - mean
