@@ -89,6 +89,18 @@ def test_a_run_keeps_its_folder_when_other_fields_vary(tmp_path):
     assert (second.folder.name, second.state) == ("balnorm-lr=0.3-seed0", "new")
 
 
+@pytest.mark.parametrize("copied", ["finished", "unfinished"])
+def test_of_two_copies_of_a_run_the_finished_one_counts_and_then_the_one_with_its_name(tmp_path, copied):
+    fields = {name: value for name, value in SMALL.items() if name != "epochs"}
+    ours, theirs = ([0.5] * 3, [0.5]) if copied == "unfinished" else ([0.5] * 3, [0.6] * 3)
+    make_run(tmp_path, "balnorm", 0, ours, epochs=3, name="balnorm-seed0", **fields)
+    make_run(tmp_path, "balnorm", 0, theirs, epochs=3, name="a-copy", **fields)
+    (run,) = plan(DIGITS, tmp_path, ["balnorm"], 1)
+    assert (run.folder.name, run.state) == ("balnorm-seed0", "finished")
+    (run,) = plan(DIGITS, tmp_path, ["balnorm"], 1, {"lr": [DIGITS.lr]})
+    assert run.folder.name == ("balnorm-seed0" if copied == "unfinished" else "a-copy")
+
+
 def test_settings_name_what_varies_and_nothing_else():
     recipes = [
         replace(DIGITS, norm=norm, lr=lr, seed=seed) for norm in ("a", "b") for lr in (0.1, 1.0) for seed in (0, 1)

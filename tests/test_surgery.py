@@ -292,7 +292,7 @@ def test_gains_biases_and_norms_are_not_decayed():
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize("weight_norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
-@pytest.mark.parametrize("layer", [nn.Conv2d(3, 4, 3), nn.Linear(3, 1)])
+@pytest.mark.parametrize("layer", [nn.Conv2d(3, 4, 3), nn.Linear(3, 1), nn.Linear(1, 3)])
 def test_the_gain_of_weight_normalisation_is_not_decayed(weight_norm, layer):
     """It has as many dimensions as the weight, and was taken for one."""
     normalised = weight_norm(copy.deepcopy(layer))

@@ -84,7 +84,7 @@ class BalNormLayer(nn.Module):
     options: LayerOptions
     _plan: Plan
     _unchecked: bool = True
-    """Whether the statistics may have changed since :meth:`check_statistics` read them."""
+    """Whether ``state_dict()`` has to check the statistics: once after ``train()``, or when they were replaced."""
 
     def _set_up(self, keywords: dict[str, Any]) -> None:
         """Add what torch's own layer lacks: options, state and initial values."""
@@ -143,7 +143,7 @@ class BalNormLayer(nn.Module):
         if self.running_mass is not None and self.num_batches_tracked is not None:
             self.running_mass.fill_(1)
             self.num_batches_tracked.zero_()
-        self._early_batches = _EARLY_BATCHES
+        self._early_batches, self._unchecked = _EARLY_BATCHES, True
 
     def effective_weight(self, input: Tensor | None = None, output_size: Sequence[int] | None = None) -> Tensor:
         """The weight w'' that the layer uses: balanced, and multiplied by the gain and the output scale.
@@ -198,7 +198,7 @@ class BalNormLayer(nn.Module):
         return super().train(mode)
 
     def check_statistics(self, name: str | None = None) -> None:
-        """Warn once if the running mass shows that the input cancels. ``eval()``, ``fold`` and saving call it.
+        """Warn once if the running mass shows that the input cancels. ``eval()``, ``fold`` and the first save call it.
 
         It reads values, so it waits for the device.
         """

@@ -84,7 +84,7 @@ def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, gain, given_mass, *saved = ctx.saved_tensors
     call, backend = ctx.call, ctx.backend
     geometry = call.plan.geometry
-    # A hook on saved tensors may return the weight in another memory format, as torch's save_on_cpu does. What the
+    # A hook on saved tensors may return the weight in another memory format, as torch's save_on_cpu can. What the
     # forward pass saved beside it has the order that the weight had then.
     matrix = WeightMatrix.of(weight, geometry, ctx.channels_last)
     needs_x, needs_weight, needs_bias, needs_gain, needs_mass, _ = ctx.needs_input_grad

@@ -50,7 +50,7 @@ EXPORT int balnorm_interface(void) { return 3; }
 
 EXPORT void balnorm_use_threads(parallel_for_t address) { parallel_for = address; }
 
-enum { WORTH_A_THREAD = 65536, MOST_BLOCKS = 64 };
+enum { WORTH_A_THREAD = 65536, MOST_BLOCKS = 64, ROW_RUN = 1024 };
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -486,31 +486,40 @@ FAST static void NAME(scale_row)(const REAL *restrict w, SAMPLE *restrict out, i
   for (int64_t i = 0; i < n; i++) out[i] = WRITE((w[i] - mean) * inverse_contribution * factor);
 }
 
-FAST static void NAME(measure_row)(const REAL *restrict w, const REAL *restrict p, int64_t n, int64_t one_pass,
-                                   REAL *mean_, REAL *positive_, REAL *contribution_) {
-  REAL mean = 0, positive = 0, contribution = 0;
-  if (one_pass) {
-#pragma omp simd reduction(+ : mean, positive, contribution)
-    for (int64_t i = 0; i < n; i++) {
-      REAL q = w[i] > 0 ? p[i] : 0;
-      mean += w[i] * p[i];
-      positive += q;
-      contribution += w[i] * q;
+/* mean = sum p w; positive = sum p I, contribution = sum p (w - centre) I with I = [w > threshold]. Runs are short, as
+   in sum_periods. */
+FAST static void NAME(sum_row)(const REAL *restrict w, const REAL *restrict p, int64_t n, REAL threshold, REAL centre,
+                               double *mean, double *positive, double *contribution) {
+  *mean = *positive = *contribution = 0;
+  for (int64_t from = 0; from < n; from += ROW_RUN) {
+    int64_t to = smaller(n, from + ROW_RUN);
+    REAL all = 0, some = 0, part = 0;
+#pragma omp simd reduction(+ : all, some, part)
+    for (int64_t i = from; i < to; i++) {
+      REAL q = w[i] > threshold ? p[i] : 0;
+      all += w[i] * p[i];
+      some += q;
+      part += (w[i] - centre) * q;
     }
+    *mean += all;
+    *positive += some;
+    *contribution += part;
+  }
+}
+
+static void NAME(measure_row)(const REAL *w, const REAL *p, int64_t n, int64_t one_pass, REAL *mean_, REAL *positive_,
+                              REAL *contribution_) {
+  double mean, positive, contribution;
+  NAME(sum_row)(w, p, n, 0, 0, &mean, &positive, &contribution);
+  if (one_pass) {
     contribution -= mean * positive;
   } else {
-#pragma omp simd reduction(+ : mean)
-    for (int64_t i = 0; i < n; i++) mean += w[i] * p[i];
-#pragma omp simd reduction(+ : positive, contribution)
-    for (int64_t i = 0; i < n; i++) {
-      REAL q = w[i] > mean ? p[i] : 0;
-      positive += q;
-      contribution += (w[i] - mean) * q;
-    }
+    double again;
+    NAME(sum_row)(w, p, n, (REAL)mean, (REAL)mean, &again, &positive, &contribution);
   }
-  *mean_ = mean;
-  *positive_ = positive;
-  *contribution_ = contribution;
+  *mean_ = (REAL)mean;
+  *positive_ = (REAL)positive;
+  *contribution_ = (REAL)contribution;
 }
 
 static void NAME(balance_rows)(int64_t begin, int64_t end, void *context) {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -17,6 +17,7 @@ __all__ = [
     "COLLECTIVES_HAVE_GRADIENTS",
     "apply_function",
     "is_batched_gradient",
+    "is_weight_norm",
     "recomputing",
     "storage_key",
     "sum_over_processes",
@@ -63,6 +64,13 @@ def is_batched_gradient(gradient: Tensor) -> bool:
     ``torch.autograd.grad`` come from the newer one. Neither has a public test.
     """
     return torch._C._functorch.is_legacy_batchedtensor(gradient) or torch._C._functorch.is_batchedtensor(gradient)
+
+
+def is_weight_norm(parametrization: nn.Module) -> bool:
+    """Whether ``torch.nn.utils.parametrizations.weight_norm`` made this. Its class is private."""
+    from torch.nn.utils.parametrizations import _WeightNorm
+
+    return isinstance(parametrization, _WeightNorm)
 
 
 def sum_over_processes(values: Tensor, group: ProcessGroup | None) -> Tensor:

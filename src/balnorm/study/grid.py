@@ -48,24 +48,27 @@ def plan(
     packed = read_packed(out) if (out / STUDY).exists() else Packed({}, (), ())
     varied = varied_fields(packed.runs)
     known = {run_name(each, {name: getattr(each, name) for name in varied}): each for each in packed.runs}
-    folders, runs = _folders_by_recipe(out / "runs"), []
+    folders, runs = _folders_by_recipe(out / "runs"), list[Result]()
     for (name, each), setting in zip(named.items(), settings_of(list(named.values())), strict=True):
         if each in packed.runs:
             lines = packed.runs[each]
             runs.append(Result(out, each, setting, state_after(lines, each.epochs), lines, packed=True))
             continue
+        own = out / "runs" / name
+        if there := [Result(folder, each, setting).now() for folder in folders.get(each, [])]:
+            runs.append(min(there, key=lambda run: (not run.ended, run.folder != own, run.folder)))
+            continue
         check_same(each, known.get(name, each), out)
-        folder = folders.get(each, out / "runs" / name)
-        Run(folder).check(each)
-        runs.append(Result(folder, each, setting).now())
+        Run(own).check(each)
+        runs.append(Result(own, each, setting).now())
     return runs
 
 
-def _folders_by_recipe(parent: Path) -> dict[Recipe, Path]:
-    found: dict[Recipe, Path] = {}
-    for folder in sorted(parent.glob("*/")):
+def _folders_by_recipe(parent: Path) -> dict[Recipe, list[Path]]:
+    found: dict[Recipe, list[Path]] = {}
+    for folder in parent.glob("*/"):
         with contextlib.suppress(RunError, OSError):  # reported if it is in the way
-            found.setdefault(Run(folder).recipe(), folder)
+            found.setdefault(Run(folder).recipe(), []).append(folder)
     return found
 
 

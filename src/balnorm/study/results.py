@@ -235,6 +235,7 @@ class _Reader:
         better = run.ended and not twin.ended
         if better:
             self.runs[run.recipe] = run
+            self.starts = [start for start in self.starts if start.folder != twin.folder]
         if run.packed == twin.packed or twin.lines != run.lines:
             kept, other = (run, twin) if better else (twin, run)
             here, there = (each.source if each.packed else each.folder for each in (other, kept))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Undo whatever a forward pass inside does to the model (mode, buffers, attributes) or to the random state.
 
-    Nothing inside runs compiled: code compiled earlier does not notice new hooks.
+    Nothing inside runs compiled, with torch 2.6 or newer: code compiled earlier does not notice new hooks.
     """
     modules = list(model.modules())
     attributes = [
@@ -27,8 +28,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     ]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {buffer.device for buffer in [*model.parameters(), *model.buffers()] if buffer.is_cuda}
-    # torch 2.4 and 2.5 cannot ask for it
-    eager = torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
+    # Without torch's compiler, which takes long to import, nothing has been compiled.
+    can_ask = "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance")
+    eager = torch.compiler.set_stance("force_eager") if can_ask else nullcontext()
     with eager, torch.random.fork_rng(sorted(devices, key=str)):
         try:
             yield

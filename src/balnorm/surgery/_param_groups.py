@@ -6,6 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrize import ParametrizationList
+
+from balnorm.core.torch_private import is_weight_norm
 
 __all__ = ["param_groups"]
 
@@ -29,21 +32,16 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     decayed, others = dict[Tensor, None](), dict[Tensor, None]()
     for module in model.modules():
         is_norm = isinstance(module, _NormBase | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm)
-        own = dict(module.named_parameters(recurse=False))
-        for name, parameter in own.items():
+        for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
-                is_weight = not is_norm and parameter.dim() >= 2 and not _is_gain(name, own)
+                is_weight = not is_norm and parameter.dim() >= 2 and not _is_gain(name, module)
                 (decayed if is_weight else others)[parameter] = None
     groups = [{"params": list(decayed), "weight_decay": weight_decay}, {"params": list(others), "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
-def _is_gain(name: str, own: dict[str, nn.Parameter]) -> bool:
-    """Whether this is the g of weight normalisation, which has as many dimensions as its v.
-
-    A parametrisation calls the two ``original0`` and ``original1``, the older form ``weight_g`` and ``weight_v``.
-    """
-    direction = own.get("original1" if name == "original0" else f"{name.removesuffix('_g')}_v")
-    if direction is None or own[name].numel() >= direction.numel():
-        return False
-    return all(size in (1, full) for size, full in zip(own[name].shape, direction.shape, strict=False))
+def _is_gain(name: str, module: nn.Module) -> bool:
+    """Whether this is the g of weight normalisation, in either of torch's forms: it has as many dimensions as its v."""
+    if isinstance(module, ParametrizationList):
+        return name == "original0" and is_weight_norm(module[0])
+    return name.endswith("_g") and hasattr(module, f"{name.removesuffix('_g')}_v")

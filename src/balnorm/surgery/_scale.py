@@ -58,7 +58,7 @@ def scale_to_data(model: nn.Module, batch: Any) -> dict[str, float]:
         mean, square = (sums[:2] / sums[2]).unbind()
         std = (square - mean.square()).clamp(min=0).sqrt()
         if std.isfinite() and std > 0:
-            layer.output_scale.div_(std)
+            layer.output_scale.div_(std.to(layer.output_scale))
             scales[layer] = layer.output_scale.clone()
         else:
             warn(

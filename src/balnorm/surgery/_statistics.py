@@ -78,6 +78,7 @@ def update_stats(
         assert layer.running_mass is not None
         assert layer.num_batches_tracked is not None
         if batches:
+            layer._unchecked = True
             layer.running_mass.copy_(mass)
             layer.num_batches_tracked.copy_(batches)
 
