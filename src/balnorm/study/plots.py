@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,8 @@ def figure_files(figure: Figure, formats: Sequence[str] = FORMATS) -> dict[str, 
             place.remove()
         lines = {str(line.get_label()): line for place in canvas.axes for line in place.lines}
         widest = 0.7 + 0.075 * max(map(len, lines), default=0)  # inches of an entry in the legend, about
-        beside = max(1, min(4, len(lines), int(width / widest)))
+        most = max(1, min(4, int(width / widest)))
+        beside = math.ceil(len(lines) / math.ceil(len(lines) / most)) if lines else 1  # rows of about the same length
         canvas.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=beside, handlelength=3)
         canvas.suptitle(_printable(figure.title), fontsize=10.5, fontweight="bold")
         for kind in formats:
