@@ -612,13 +612,26 @@ def test_a_batch_without_any_good_image_ends_training(folder):
         list(FolderLoader(data, 4, training=True, workers=0, skip_corrupt=True).epoch(0))
 
 
-def test_the_terminals_ctrl_c_leaves_the_workers_at_work(folder):
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux do all workers fork")
+def test_workers_fork_on_linux(folder, monkeypatch):
+    """In the runs of a study they would come from a fork server, and import torch anew in every epoch."""
+    seen = []
+    monkeypatch.setattr(
+        "balnorm.data.folders.DataLoader", lambda *_, **options: seen.append(options["multiprocessing_context"]) or []
+    )
+    for workers in (0, 2):
+        list(FolderLoader(ImageFolder.scan(folder, "train"), 4, training=True, size=8, workers=workers).epoch(0))
+    assert seen == [None, "fork"]
+
+
+@pytest.mark.parametrize("start", ["fork", "forkserver"])  # as on Linux, and as on a system that does not fork
+def test_the_terminals_ctrl_c_leaves_the_workers_at_work(folder, start):
     """It reaches them too; the process that trains needs some more batches before it saves."""
     program = f"""
 import multiprocessing, os, signal
 if __name__ == "__main__":
-    multiprocessing.set_start_method("forkserver")
-    from balnorm.data import FolderLoader, ImageFolder
+    from balnorm.data import FolderLoader, ImageFolder, folders
+    folders._start_method = lambda: {start!r}
     loader = FolderLoader(ImageFolder.scan({str(folder)!r}, "train"), 1, training=True, size=16, workers=1)
     batches = loader.epoch()
     next(batches)
