@@ -1,6 +1,6 @@
 """Deep residual networks: with which gain should the last convolution of a branch start?
 
-Usage: python examples/deep_networks.py [folder with the data] [seed ...]
+Usage: python examples/deep_networks.py [folder with the data, then seeds]
 
 A wide ResNet of depth 110 on 5,000 images of CIFAR-10, five epochs, as in the study of depth (docs/results/depth). Each
 run takes about three minutes on one core. It needs the extra `study`, and CIFAR-10 (`balnorm data get cifar10`).
