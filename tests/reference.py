@@ -132,7 +132,8 @@ def balanced_conv(
 ):
     """Output, effective weight and mass of a balanced convolution. Geometry as one number (or pair) for each axis.
 
-    x is (N, C, *in), w is (D, C / groups, *kernel), or (C, D / groups, *kernel) if transposed.
+    x is (N, C, *in), w is (D, C / groups, *kernel), or (C, D / groups, *kernel) if transposed. Under a kernel that is
+    larger than the zero-padded image (of a transposed convolution: the output), every tap has the mass of its channel.
     """
     kernel = w.shape[2:]
     met, out = meetings(x, kernel, stride, padding, dilation, mode, transposed, output_padding)
@@ -140,6 +141,8 @@ def balanced_conv(
     counted = counted.abs() if signed else counted
     met_counted, _ = meetings(counted, kernel, stride, padding, dilation, mode, transposed, output_padding)
     elements = counted.shape[0] * math.prod(out)
+    image = out if transposed else x.shape[2:]
+    too_large = mode == "zeros" and any(image[a] < dilation[a] * (kernel[a] - 1) + 1 for a in range(len(kernel)))
 
     in_per_group = x.shape[1] // groups
     outputs = w.shape[1] * groups if transposed else w.shape[0]
@@ -151,11 +154,12 @@ def balanced_conv(
             w_group = w[g * in_per_group : (g + 1) * in_per_group].transpose(0, 1)
         else:
             w_group = w[g * out_per_group : (g + 1) * out_per_group]
-        if mass == "channel":
+        if mass == "channel" or too_large:
             v = [counted[:, c].sum() for c in cs]
             r = elements * (1 if transposed else math.prod(stride))
             effective = paper_weight(w_group, v, r, one_pass)
-            masses.extend((v_c / r).reshape((1,) * len(kernel)) for v_c in v)
+            taps = (1,) * len(kernel) if mass == "channel" else tuple(kernel)
+            masses.extend((v_c / r).expand(taps) for v_c in v)
         else:
             m = {(i, *tap): met_counted[tap][:, c].sum() / elements for i, c in enumerate(cs) for tap in met}
             effective = position_weight(w_group, m, one_pass)

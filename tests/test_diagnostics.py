@@ -37,6 +37,13 @@ def test_contributions_add_up_to_the_mean_output(name, training):
         assert torch.allclose(row.std, y.movedim(channel, 0).flatten(1).std(1, correction=0).double(), atol=1e-5)
 
 
+def test_contributions_are_exact_where_the_mass_is_not():
+    """On images smaller than the kernel, the layer counts the mass of the channel; the report counts what taps meet."""
+    layer, x = BalNormConv2d(3, 4, 3, padding=1, mass="position"), torch.rand(4, 3, 1, 1)
+    (row,) = balance_report(layer, x).layers
+    assert torch.allclose(row.positive - row.negative, layer(x).mean((0, 2, 3)).double(), atol=1e-5)
+
+
 @pytest.mark.parametrize("layer", [nn.Conv2d(3, 4, 3), BalNormConv2d(3, 4, 3), nn.Linear(5, 4)], ids=str)
 def test_a_single_sample_is_a_batch_of_one(layer):
     """Its rows were taken for channels, and a linear layer's report failed."""

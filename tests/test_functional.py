@@ -28,6 +28,8 @@ CONV_GEOMETRIES = [
     ((3, 3), (1, 1), (1, 1), (1, 1), 1, "circular"),
     ((3, 3), (2, 1), (2, 1), (1, 1), 2, "reflect"),
     ((3, 2), (1, 2), (1, 2), (2, 1), 1, "replicate"),
+    ((7, 3), (2, 1), (3, 1), (1, 1), 2, "zeros"),  # larger than the image, as is that of reach 7 above
+    ((7, 3), (2, 1), (3, 1), (1, 1), 2, "reflect"),
     ((2, 3, 1), (1, 2, 1), (1, 1, 0), (2, 1, 1), 2, "zeros"),
 ]
 TRANSPOSED_GEOMETRIES = [
@@ -36,7 +38,7 @@ TRANSPOSED_GEOMETRIES = [
     ((3, 3), (1, 1), (0, 0), (1, 1), 1, (0, 0)),
     ((4, 4), (2, 2), (1, 1), (1, 1), 2, (0, 0)),
     ((3, 2), (3, 2), (2, 1), (2, 1), 4, (2, 0)),
-    ((3, 3), (1, 1), (3, 2), (2, 2), 1, (0, 0)),
+    ((3, 3), (1, 1), (3, 2), (2, 2), 1, (0, 0)),  # larger than its output
     ((2, 2, 3), (2, 1, 2), (0, 0, 1), (1, 1, 1), 2, (0, 0, 1)),
 ]
 OPTIONS = [
@@ -164,6 +166,22 @@ def test_input_mass_is_the_reference(mass):
     w = torch.randn(1, 2, 3, 2).double()
     _, _, expected = reference.balanced_conv(x, w, padding=[(1, 1), (0, 0)], mass=mass, **options)
     torch.testing.assert_close(BF.input_mass(x, (3, 2), padding=(1, 0), mass=mass, **options), expected)
+
+
+@pytest.mark.parametrize("function", [BF.bal_conv2d, BF.bal_conv_transpose2d])
+@pytest.mark.parametrize(("size", "same"), [((1, 1), True), ((2, 8), True), ((8, 2), True), ((3, 3), False)])
+def test_position_is_channel_where_the_image_is_smaller_than_the_kernel(function, size, same):
+    """On single pixels the one tap in nine that meets anything carried the whole output: networks stayed at chance."""
+    x, w = torch.rand(4, 3, *size), torch.randn(3, 3, 3, 3)
+    channel, position = (function(x, w, padding=1, mass=mass) for mass in BF.MASSES)
+    assert torch.allclose(channel, position, atol=1e-6) == same
+
+
+def test_an_even_kernel_of_same_padding_is_compared_with_the_image_before_it_is_padded():
+    x = torch.rand(2, 3, 3, 3)
+    channel, position = (BF.input_mass(x, 4, padding="same", mass=mass) for mass in BF.MASSES)
+    assert position.shape == (1, 3, 4, 4)
+    torch.testing.assert_close(position, channel.expand_as(position))
 
 
 @pytest.mark.parametrize("momentum", [0.3, 0.0, 1.0, None])

@@ -52,6 +52,16 @@ def test_gradients_of_options(name, options):
 
 
 @with_both_backends
+@pytest.mark.parametrize("options", [{}, {"signed_input": True}, {"stats_fraction": 0.5}])
+@pytest.mark.parametrize("layer", [BalNormConv2d, BalNormConvTranspose2d])
+def test_gradients_where_the_image_is_smaller_than_the_kernel(layer, options):
+    layer = layer(4, 6, 3, 2, 1, groups=2, mass="position", track_running_stats=False, dtype=torch.float64, **options)
+    function, inputs = layer_function(layer, torch.rand(4, 4, 1, 1 if layer.transposed else 2, dtype=torch.float64))
+    assert gradcheck(function, inputs)
+    assert gradgradcheck(function, inputs, fast_mode=True)
+
+
+@with_both_backends
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_with_frozen_statistics(name):
     """In eval mode the mass is a constant: the input's gradient is that of a plain convolution."""

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from balnorm.core.geometry import by_output
-from balnorm.layers import BalNormLayer, layer_mass
+from balnorm.layers import BalNormLayer, exact_mass
 from balnorm.surgery._model import in_double_precision, input_of_batch, undisturbed
 from balnorm.text_table import text_table
 
@@ -198,7 +198,7 @@ def _measure(name: str, module: nn.Module, x: Tensor, output: Tensor) -> LayerBa
         from_batch = module.running_mass is None or (module.training and not module.stats_frozen)
         weight = module.effective_weight(x, output.shape) if from_batch else module.effective_weight()
     groups, transposed = getattr(module, "groups", 1), getattr(module, "transposed", False)
-    mass = in_double_precision(layer_mass(module, x, output.shape, mass="position", signed_input=signed))
+    mass = in_double_precision(exact_mass(module, x, output.shape, signed))
     m = mass.view(groups, 1, mass.shape[1] // groups, *mass.shape[2:])
     w = by_output(in_double_precision(weight), groups, transposed)
     others = tuple(range(2, w.dim()))

@@ -36,7 +36,7 @@ __all__ = [
     "BalNormLinear",
     "BalNormWarning",
     "LayerOptions",
-    "layer_mass",
+    "exact_mass",
 ]
 
 
@@ -449,6 +449,7 @@ class BalNormConv2d(_BalNormConv, nn.Conv2d):
             in :class:`torch.nn.Conv2d`.
         mass: ``"channel"`` sums each input channel as a whole, as in the paper. ``"position"`` counts for each tap of
             the kernel exactly the inputs that it meets, so it is exact under zero padding, stride and dilation too.
+            Where an image is smaller than the kernel, it spreads them evenly, as ``"channel"`` does.
         one_pass: I is the sign of the weight before the shift (``True``, as in the paper's experiments) or after it
             (``False``: exactly balanced).
         stats_fraction: take m from this leading part of the batch; less than 1 adds noise, which regularises.
@@ -616,9 +617,10 @@ def layer_plan(layer: BalNormLayer, input: Tensor, output_size: Sequence[int] | 
     return Plan(layer_geometry(layer, input, output_size), layer.options)
 
 
-def layer_mass(layer: nn.Module, input: Tensor, output_size: Sequence[int] | None = None, **options: Any) -> Tensor:
-    """The mass of ``input`` for a convolution or linear layer, balanced or plain, whatever the options of the layer."""
-    return conv.input_mass(input, Plan(layer_geometry(layer, input, output_size), Options(**options)))
+def exact_mass(layer: nn.Module, input: Tensor, output_size: Sequence[int] | None, signed: bool) -> Tensor:
+    """What every weight of a layer, balanced or plain, meets of ``input`` (or of ``|input|``) per output element."""
+    options = Options(mass="position", signed_input=signed)
+    return conv.input_mass(input, Plan(layer_geometry(layer, input, output_size), options), exact=True)
 
 
 def _parameter(values: Tensor, requires_grad: bool) -> nn.Parameter:

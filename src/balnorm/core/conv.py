@@ -83,13 +83,13 @@ def balanced_conv(
     return y if y.dim() == input.dim() else y.squeeze(0)
 
 
-def input_mass(input: Tensor, plan: Plan) -> Tensor:
-    """The mass of a batch of any shape that :func:`balanced_conv` takes."""
+def input_mass(input: Tensor, plan: Plan, *, exact: bool = False) -> Tensor:
+    """The mass of a batch of any shape that :func:`balanced_conv` takes; ``exact`` as in :func:`batch_mass`."""
     options = plan.options
     x, samples = _batched(input, plan.geometry, options.stats_fraction)
     with without_autocast(autocast_device(x)):
         signed, among = options.signed_input, _processes(options)
-        return batch_mass(x, samples, plan.geometry, plan.kind, signed=signed, among=among)
+        return batch_mass(x, samples, plan.geometry, plan.kind, signed=signed, among=among, exact=exact)
 
 
 def _processes(options: Options) -> Processes:

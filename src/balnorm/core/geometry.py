@@ -68,7 +68,17 @@ class Geometry(NamedTuple):
 
         A tap meets one input in as many as the stride has steps; a tap of a transposed convolution meets every input.
         """
-        return self.outputs_per_sample(size) * (1 if self.transposed else math.prod(self.stride))
+        return self.outputs_per_sample(size) * self._steps
+
+    def exceeds(self, size: Sequence[int]) -> bool:
+        """Whether the kernel is larger than the image that it is laid over, along any axis.
+
+        Its outer taps then meet little but zeros. The image is the input (here of size ``size``), and for a
+        transposed convolution the output; padding that repeats the image is more of it, not zeros.
+        """
+        image = self.output_size(size) if self.transposed else size
+        sides = zip(image, self.kernel, self.dilation, strict=True)
+        return self.padding_mode == "zeros" and any(n <= d * (k - 1) for n, k, d in sides)
 
     def gather(self, field: Tensor) -> Tensor:
         """For each tap of the kernel, the sum of the inputs that it multiplies: (1, C, *in) to (1, C, *kernel)."""
@@ -83,6 +93,19 @@ class Geometry(NamedTuple):
         for meetings in reversed(self._meetings(size, taps)):
             taps = (taps @ meetings).movedim(-1, 2)
         return taps
+
+    def gather_evenly(self, field: Tensor) -> Tensor:
+        """What :meth:`gather` would give if all taps of a channel met the same: their share of the whole channel."""
+        whole = field.sum(tuple(range(2, field.dim())), keepdim=True) / self._steps
+        return whole.expand(*field.shape[:2], *self.kernel)
+
+    def scatter_evenly(self, taps: Tensor) -> Tensor:
+        """The adjoint of :meth:`gather_evenly`: (1, C, *kernel) to (1, C, 1, ..., 1), a constant for each channel."""
+        return taps.sum(tuple(range(2, taps.dim())), keepdim=True) / self._steps
+
+    @property
+    def _steps(self) -> int:
+        return 1 if self.transposed else math.prod(self.stride)
 
     def _meetings(self, size: Sequence[int], like: Tensor) -> list[Tensor]:
         """For each spatial axis, a matrix that is 1 where a tap (row) multiplies an input (column)."""

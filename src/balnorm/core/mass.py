@@ -20,7 +20,14 @@ __all__ = ["Processes", "add_mass_gradient", "batch_mass", "leading_samples", "u
 
 
 def batch_mass(
-    x: Tensor, samples: int, geometry: Geometry, kind: MassKind, *, signed: bool = False, among: Processes = None
+    x: Tensor,
+    samples: int,
+    geometry: Geometry,
+    kind: MassKind,
+    *,
+    signed: bool = False,
+    among: Processes = None,
+    exact: bool = False,
 ) -> Tensor:
     """The mass of the leading ``samples`` of a batch ``x`` (N, C, *in).
 
@@ -33,6 +40,8 @@ def batch_mass(
         kind: ``"channel"`` or ``"position"``.
         signed: take the mass of ``|x|``.
         among: the processes to sum over, a tuple of one group; ``None`` is this process alone.
+        exact: count by position even where the kernel is larger than the image. Weights are never balanced for that:
+            the few taps that meet anything would carry the whole output, and networks do not learn so.
 
     Returns:
         (1, C, 1, ..., 1) for ``channel``, (1, C, *kernel) for ``position``, in float32 or wider. NaN without samples.
@@ -40,7 +49,8 @@ def batch_mass(
     counted = x if samples == x.shape[0] else x[:samples]
     sums = _sum_over_samples(counted.abs() if signed else counted)
     if kind == "position":
-        sums = geometry.gather(sums)
+        evenly = not exact and geometry.exceeds(x.shape[2:])
+        sums = geometry.gather_evenly(sums) if evenly else geometry.gather(sums)
     elif geometry.kernel:
         sums = sums.sum(tuple(range(2, sums.dim())), keepdim=True)
     count = samples * _divisor(geometry, kind, x.shape[2:])
@@ -56,7 +66,10 @@ def add_mass_gradient(dx: Tensor, dmass: Tensor, samples: int, geometry: Geometr
     if samples == 0:
         return
     per_input = dmass / (samples * _divisor(geometry, kind, size))
-    field = geometry.scatter(per_input, size) if kind == "position" else per_input
+    field = per_input
+    if kind == "position":
+        evenly = geometry.exceeds(size)
+        field = geometry.scatter_evenly(per_input) if evenly else geometry.scatter(per_input, size)
     if dx.dim() == 4 and dx.stride(1) == 1:
         field = field.contiguous(memory_format=torch.channels_last)
     dx[:samples].add_(field)

@@ -80,7 +80,7 @@ def forward(
     elif (layout := _layout(x, types, call)) is not None:
         samples = _SAMPLES.pack(x.data_ptr(), address) + layout
     else:
-        mass = saved[shape.size - shape.masses :].copy_(batch_mass(x, call.samples, plan.geometry, plan.kind).view(-1))
+        mass = saved[shape.size - shape.masses :].copy_(batch_mass(x, call.samples, plan.geometry, plan.kind).flatten())
     average = _UNTRACKED if running is None else _average(running, shape, dtype, plan.options.momentum)
     rows = shape.pack(values, gain, output_scale, saved, result.data_ptr())
     _call("forward", types, rows + _MASS.pack(address, *average) + samples)
@@ -177,7 +177,10 @@ def _types(real: torch.dtype, sample: torch.dtype) -> tuple[torch.dtype, torch.d
 
 
 def _layout(x: Tensor, types: tuple[torch.dtype, torch.dtype], call: Call) -> bytes | None:
-    """The shape part of ``samples_t``; ``None`` without values, and if C cannot read ``x`` as it lies in memory."""
+    """The shape part of ``samples_t``; ``None`` where torch operations have to do its part.
+
+    That is so without values, where C cannot read ``x`` as it lies in memory, and where the kernel exceeds the image.
+    """
     if call.samples == 0 or x.numel() == 0 or x.dtype != types[1]:
         return None
     plan, key = call.plan, (x.shape, x.stride(), call.samples)
@@ -199,6 +202,8 @@ def _dense_layout(shape: torch.Size, strides: tuple[int, ...], samples: int, pla
     else:
         return None
     geometry, position = plan.geometry, plan.kind == "position"
+    if position and geometry.exceeds(size):
+        return None
     outputs, axes = geometry.output_size(size), [1, 1, 1, 1, 0, 1, 0] * (3 - len(size))
     for axis, n in enumerate(size):
         stride, padding, dilation = geometry.stride[axis], geometry.padding[axis][0], geometry.dilation[axis]
