@@ -1,6 +1,8 @@
 """Which statistics fit averaged weights? Accuracy on digits with those of the last step, averaged ones and new ones.
 
-It needs the extra `study` (for digits), and some minutes on one core.
+Run, in a clone: pip install '.[study]' && python examples/averaged_weights.py
+
+It takes some minutes on one core.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""What is left of a network that was trained with BatchNorm when it is converted, and after one epoch of fine-tuning.
+"""How much accuracy a network trained with BatchNorm keeps when it is converted, and after one epoch of fine-tuning.
 
 Usage: python examples/convert_trained.py RUN [folder with the data]
 
@@ -16,17 +16,23 @@ import torch
 import torch.nn.functional as F
 
 from balnorm import convert, param_groups, update_stats
+from balnorm.errors import Failure
 from balnorm.export import load_saved
 from balnorm.training.images import make_loaders
 from balnorm.training.processes import Processes
 
 IMAGES, LR = 512, 0.02
 
-if len(sys.argv) < 2:
+if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
     sys.exit(__doc__)
-saved = load_saved(sys.argv[1])
-root = Path(sys.argv[2] if len(sys.argv) > 2 else ".")
-train, test, _ = make_loaders(saved.recipe, Processes(0, 1, torch.device("cpu")), root)
+try:
+    saved = load_saved(sys.argv[1])
+    if saved.recipe.norm != "batchnorm":
+        sys.exit(f"{sys.argv[1]} was trained with {saved.recipe.norm}: a run with batchnorm is needed")
+    root = Path(sys.argv[2] if len(sys.argv) > 2 else ".")
+    train, test, _ = make_loaders(saved.recipe, Processes(0, 1, torch.device("cpu")), root)
+except Failure as failure:
+    sys.exit(str(failure))
 batches = [images for images, _ in itertools.islice(train.epoch(), math.ceil(IMAGES / saved.recipe.batch_size))]
 
 

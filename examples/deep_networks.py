@@ -1,4 +1,4 @@
-"""Deep residual networks: with which gain should the last convolution of a branch start?
+"""Deep residual networks: what initial gain should the last convolution of each branch have?
 
 Usage: python examples/deep_networks.py [folder with the data, then seeds]
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from balnorm.data import DataError, load
 from balnorm.recipes import get_recipe
 from balnorm.training.learner import Learner
 from balnorm.training.processes import Processes
@@ -19,8 +20,14 @@ from balnorm.training.processes import Processes
 DEPTH = 110
 BLOCKS = (DEPTH - 2) // 2
 
+if sys.argv[1:] in (["-h"], ["--help"]) or not all(seed.isdecimal() for seed in sys.argv[2:]):
+    sys.exit(__doc__)
 root = Path(sys.argv[1] if len(sys.argv) > 1 else "data")
 seeds = [int(seed) for seed in sys.argv[2:]] or [0, 1, 2]
+try:
+    load("cifar10", root, "test", limit=1)
+except DataError as error:
+    sys.exit(str(error))
 recipe = replace(get_recipe("cifar10-desk"), depth=DEPTH, width=8, epochs=5)
 torch.set_num_threads(1)
 

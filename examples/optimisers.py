@@ -12,13 +12,19 @@ import torch
 import torch.nn.functional as F
 
 from balnorm import param_groups
-from balnorm.data import MemoryLoader, channel_statistics, load
+from balnorm.data import DataError, MemoryLoader, channel_statistics, load
 from balnorm.models import create_model
 from balnorm.norms import get_norm
 from balnorm.recipes import get_recipe
 from balnorm.training.schedules import rates
 
+if sys.argv[1:] in (["-h"], ["--help"]):
+    sys.exit(__doc__)
 NAME, ROOT = ("cifar10", sys.argv[1]) if len(sys.argv) > 1 else ("digits", ".")
+try:
+    load(NAME, ROOT, "test", limit=1)
+except DataError as error:
+    sys.exit(str(error))
 EPOCHS, SEEDS, TRAIN, TEST = 4, 3, 1500, 1000
 KINDS = {
     "sgd": lambda groups, lr, decay: torch.optim.SGD(groups, lr=lr, momentum=0.9, weight_decay=decay),

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
+from balnorm import cli
 from balnorm.cli import main
 from balnorm.export import load_saved
 from balnorm.export import test_batch as batch_of_tests
@@ -403,6 +405,24 @@ def test_a_network_beyond_the_memory_is_one_sentence(tmp_path, capsys):
     assert main(["train", "digits", *SMALL, "--width", "1000000", "--out", str(tmp_path / "run")]) == 1
     assert capsys.readouterr().err.startswith("balnorm: there is not enough memory: ")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("CUDA out of memory. Tried to allocate 2 GiB", "there is not enough memory"),
+        ("DataLoader worker (pid 7) is killed: you might be out of shared memory", "need more shared memory"),
+        ("CUDA error: an illegal memory access was encountered", None),
+    ],
+)
+def test_only_a_lack_of_memory_is_called_one(monkeypatch, capsys, text, answer):
+    monkeypatch.setitem(cli._COMMANDS, "train", mock.Mock(side_effect=RuntimeError(text)))
+    if answer is None:
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            main(["train", "digits"])
+    else:
+        assert main(["train", "digits"]) == 1
+        assert answer in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

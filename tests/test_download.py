@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from balnorm.data import DataError, check, download, sets
-from balnorm.data.downloads import fetch
+from balnorm.data.downloads import _alone, fetch
 
 CONTENTS = bytes(range(256)) * 8000
 
@@ -106,6 +106,21 @@ def test_a_wrong_file_does_not_get_in_place(server, tmp_path):
     with pytest.raises(DataError, match="delete or move it"):
         fetch(file_at(f"{server}/a"), tmp_path, quiet)
     assert (tmp_path / "set" / "file.bin").read_bytes() == b"mine"
+
+
+def test_a_lock_that_its_holder_has_removed_keeps_nobody_out(tmp_path, monkeypatch):
+    """Whoever had waited for it, and whoever made a new one, wrote to the same file."""
+    fcntl = pytest.importorskip("fcntl")
+    lock, flock, waits = tmp_path / "lock", fcntl.flock, iter([True, False])
+
+    def flock_after_its_removal(file, operation):
+        flock(file, operation)
+        if next(waits):
+            lock.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", flock_after_its_removal)
+    with _alone(lock), lock.open() as file, pytest.raises(BlockingIOError):
+        flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_two_at_a_time_fetch_it_once(server, tmp_path):

@@ -244,6 +244,7 @@ DAMAGE = {
     "twice": (change("study.json", '"name"', '"norm": "balnorm",\n"name"'), "a field either varies or belongs"),
     "unknown field": (change("study.json", '"norm": [', '"speed": [1], "norm": ['), "varies should name norm, seed"),
     "wrong recipe": (change("study.json", '"epochs": 3', '"epochs": "3"'), "line 2: epochs cannot be '3'"),
+    "half a recipe": (change("study.json", '"model": "wide_resnet",', ""), "line 2: the recipe lacks its model"),
     "evil recipe": (change("study.json", '"epochs"', '"evil": 1, "epochs"'), "line 2: a recipe has no evil"),
     "commands": (change("study.json", '["balnorm compare digits"]', "[5]"), "commands should be a list of texts"),
     "no start": (change("study.json", '"starts": 6', '"starts": 0'), "environments should be a list"),

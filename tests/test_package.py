@@ -190,6 +190,25 @@ def test_the_example_of_a_trained_network_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ("convert_trained.py nowhere", "nowhere"),
+        ("optimisers.py nowhere", "cifar10 is not in nowhere"),
+        ("deep_networks.py nowhere", "cifar10 is not in nowhere"),
+        ("deep_networks.py nowhere one", "Usage: python examples/deep_networks.py"),
+    ],
+)
+def test_examples_answer_a_mistake_without_a_traceback(tmp_path, arguments, answer):
+    name, *rest = arguments.split()
+    command = [sys.executable, str(ROOT / "examples" / name), *rest]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert answer in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
     "document",
     [
         "README.md",

@@ -499,6 +499,22 @@ def test_a_metric_that_is_no_number_is_a_failed_run(tmp_path, value):
     assert "Of 2 runs, 1 finished, 1 failed." in report.summary
 
 
+def test_metrics_that_nobody_may_read_are_a_failed_run(tmp_path, monkeypatch):
+    """They ended the whole report, as one that could not be written."""
+    make_run(tmp_path, "batchnorm")
+    forbidden, read = make_run(tmp_path, "balnorm").metrics, Path.open
+
+    def opened(path, *arguments, **keywords):
+        if path == forbidden:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "open", opened)
+    report = write_report([tmp_path], tmp_path / "report", formats=["svg"])
+    assert "Permission denied" in report.problems[0]
+    assert "Of 2 runs, 1 finished, 1 failed." in report.summary
+
+
 def test_metrics_that_cannot_be_read_are_a_failed_run(tmp_path):
     make_run(tmp_path, "batchnorm")
     run = make_run(tmp_path, "balnorm")

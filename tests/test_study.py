@@ -536,6 +536,11 @@ def test_clocks():
     assert [clock(s) for s in (59.9, 60, 3599, 3600)] == ["59.9 s", "1:00 min", "59:59 min", "1:00 h"]
 
 
+def test_a_trial_that_is_killed_is_one_sentence():
+    with pytest.raises(StudyError, match="was killed: is there enough memory"):
+        LocalExecutor(1, Resources()).call(os.abort)
+
+
 def test_a_run_that_somebody_else_trains_is_left_to_them(tmp_path, capfd):
     member = plan(DIGITS, tmp_path, ["balnorm"], 1)[0]
     run = Run(member.folder)

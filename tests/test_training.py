@@ -1,6 +1,8 @@
 """Training: from a recipe to a finished run, and what happens when it is killed, damaged or interrupted."""
 
 import contextlib
+import errno
+import fcntl
 import functools
 import hashlib
 import io
@@ -10,12 +12,14 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import types
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,11 +27,11 @@ import torch
 
 import held
 from balnorm import BalNormConv2d, export, scale_to_data
-from balnorm.data import Images
+from balnorm.data import Images, ImageSpec
 from balnorm.errors import Stopped
 from balnorm.recipes import RECIPES, get_recipe
 from balnorm.study.executors import LocalExecutor, Resources
-from balnorm.training import config
+from balnorm.training import config, machine
 from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from balnorm.training.files import create_atomically, write_atomically
 from balnorm.training.images import make_loaders
@@ -579,6 +583,56 @@ def test_of_two_starts_at_once_one_gets_the_folder(tmp_path, monkeypatch):
         with pytest.raises(RunBusyError), second.alone():
             pass
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+
+
+def test_a_folder_is_locked_on_nfs_too(tmp_path, monkeypatch):
+    """There a lock needs a file that is open for writing. Every run was taken for busy."""
+    run = Run(tmp_path / "run")
+    run.create(SMALL)
+    monkeypatch.setattr(fcntl, "flock", fcntl.lockf)
+    with run.alone():
+        pass
+
+
+def test_a_folder_that_cannot_be_locked_is_not_busy(tmp_path, monkeypatch):
+    run = Run(tmp_path / "run")
+    run.create(SMALL)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with run.alone():
+        pass
+
+
+def test_a_finished_run_gets_no_start_and_loses_its_failure(tmp_path, whole):
+    """Another start of it was listed, and a failure of an earlier one kept it out of reports."""
+    copy = tmp_path / "run"
+    shutil.copytree(whole, copy)
+    before = (copy / "environment.json").read_bytes()
+    (copy / "error.txt").write_text("Traceback")
+    train(Run(copy).recipe(), copy, show=False)
+    assert (copy / "environment.json").read_bytes() == before
+    assert not (copy / "error.txt").exists()
+
+
+def test_the_commit_is_ours_or_none(tmp_path):
+    """balnorm installed inside another project's clone recorded that project's commit."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    ours, theirs = tmp_path / "ours.py", tmp_path / "theirs.py"
+    ours.touch()
+    theirs.touch()
+    subprocess.run([*git, "add", "ours.py"], check=True)
+    subprocess.run([*git, "commit", "-qm", "one"], check=True)
+    assert len(machine._commit(ours)) == 40
+    assert machine._commit(theirs) is None
+
+
+def test_images_are_the_same_up_to_the_last_bits_of_their_statistics():
+    """Processors differ in them, and a run that was moved to another did not resume."""
+    images = ImageSpec(1, 8, ("a", "b"), (0.3,), (0.2,), (10, 5))
+    saved = asdict(images)
+    assert not images.changes({**saved, "mean": (math.nextafter(0.3, 1),), "std": (math.nextafter(0.2, 0),)})
+    for other in ({"mean": (0.3001,)}, {"std": (0.2, 0.2)}, {"size": 9}):
+        assert images.changes({**saved, **other}) == "their size or their pixels differ"
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -138,7 +138,12 @@ def _dispatch(given: list[str]) -> int:
     except Stopped as stop:
         return _fail(stop, 130) if os.environ.get("RANK", "0") == "0" else 130
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "memory" not in str(error).lower():
+        text = str(error).lower()
+        if "shared memory" in text:
+            return _fail(
+                "the workers that decode images need more shared memory: make it larger, or use --workers 0", 1
+            )
+        if not isinstance(error, MemoryError) and not any(sign in text for sign in _NO_MEMORY):
             raise
         return _fail("there is not enough memory: a smaller batch, width or image size needs less", 1)
     except SystemExit as stop:  # tyro has explained the mistake
@@ -312,6 +317,8 @@ _COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
 }
 
 
+_NO_MEMORY = ("out of memory", "not enough memory", "allocate memory")
+"""What torch's errors say, on GPUs and on CPUs."""
 _PRINTING = {"data", "bench", "inspect", "completion"}
 """The commands whose only result is what they print."""
 

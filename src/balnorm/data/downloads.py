@@ -90,12 +90,24 @@ def _alone(lock: Path) -> Iterator[None]:
     except ImportError:
         yield
         return
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+    while True:
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_still(lock, file.fileno()):
+                continue  # whoever held it has removed it: others lock a new one
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+            return
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    """Whether the path leads to the open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _transfer(file: DataFile, part: Path, progress: Progress) -> None:

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -66,7 +67,6 @@ def execute(folder: Path, recipe: Recipe, resources: Resources) -> End:
     run = Run(folder)
     try:
         torch.set_num_threads(resources.threads)
-        run.error.unlink(missing_ok=True)
         train(recipe, folder, root=resources.root, device=resources.device, show=False)
     except RunBusyError:
         return "busy", "skipped, another process is training it"
@@ -126,7 +126,12 @@ class LocalExecutor:
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function in a process of its own where runs are trained. Returns its result, or raises its error."""
         with ProcessPoolExecutor(1, mp_context=self._context) as pool:
-            return pool.submit(function, *arguments).result()
+            try:
+                return pool.submit(function, *arguments).result()
+            except BrokenProcessPool:
+                raise StudyError(
+                    "a process that tried the data and the machine was killed: is there enough memory?"
+                ) from None
 
     def ended(self, seconds: float) -> list[Result]:
         """Wait up to so many seconds for a process to end, and return the runs whose processes have."""

@@ -220,7 +220,7 @@ class _Reader:
             tell(f"{folder} failed: {_last_line(run.error)}")
         elif not run.metrics.is_file():
             tell(f"{folder} has no metrics yet: counted as {found.state}")
-        if run.metrics.is_file() and not (run.metrics.read_bytes() or b"\n").endswith(b"\n"):
+        if not found.reason and run.metrics.is_file() and not (run.metrics.read_bytes() or b"\n").endswith(b"\n"):
             tell(f"{run.metrics} ends in the middle of a line, which is left out: counted as {found.state}")
         names = (path.name for path in folder.iterdir() if path.suffix != ".tmp")
         if foreign := sorted(name for name in names if name not in _OURS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -146,6 +146,8 @@ class Recipe:
         kinds = get_type_hints(Recipe)
         if unknown := sorted(values.keys() - kinds):
             raise ValueError(f"a recipe has no {', '.join(unknown)}")
+        if missing := [f.name for f in fields(Recipe) if f.default is MISSING and f.name not in values]:
+            raise ValueError(f"the recipe lacks its {', '.join(missing)}")
         for name, value in values.items():
             if not _is_a(value, kinds[name]):
                 raise ValueError(f"{name} cannot be {value!r}")

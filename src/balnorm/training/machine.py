@@ -20,16 +20,12 @@ __all__ = ["environment", "forget_peak_memory", "peak_memory"]
 
 def environment() -> dict[str, Any]:
     """The hardware and versions that can affect a result."""
-    ask_git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    commit = ""
-    with contextlib.suppress(OSError):  # no git here
-        commit = subprocess.run(ask_git, capture_output=True, text=True, check=False).stdout.strip()
     cuda = torch.cuda.is_available()
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,
         "balnorm": version("balnorm"),
-        "commit": commit or None,
+        "commit": _commit(Path(__file__)),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -39,6 +35,19 @@ def environment() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
     }
+
+
+def _commit(file: Path) -> str | None:
+    """The commit of the clone that the file belongs to, if it belongs to one: it may lie in another project's."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(file.parent), *arguments], capture_output=True, text=True, check=False
+        ).stdout.strip()
+
+    with contextlib.suppress(OSError):  # no git here
+        return (git("ls-files", file.name) and git("rev-parse", "HEAD")) or None
+    return None
 
 
 def _processor() -> str:

@@ -67,15 +67,15 @@ class Run:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Lock the folder against training by other processes, if the system supports it."""
-        with self.config.open() as file:
+        with self.config.open("r+") as file:  # NFS locks only what is open for writing
             try:
                 import fcntl
 
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except ImportError:  # not on Windows
-                pass
-            except OSError:
+            except BlockingIOError:
                 raise RunBusyError(f"{self.folder} is being trained by another process") from None
+            except (ImportError, OSError):  # Windows, and file systems without locks
+                pass
             yield
 
     def recipe(self) -> Recipe:

@@ -199,8 +199,11 @@ class Trainer:
             raise RunError(f"{self.run.metrics} lacks finished epochs: move {folder} away to start again")
         self.team.wait()  # until all have read what the first may overwrite
         if self.team.first:
-            self.run.note_environment(world=self.team.world, device=str(self.team.device), resumed=found is not None)
+            if not self.finished:
+                device = str(self.team.device)
+                self.run.note_environment(world=self.team.world, device=device, resumed=found is not None)
             self.run.keep_records(self.at.epoch)
+            self.run.error.unlink(missing_ok=True)
         if found is None:
             return False
         if found.problem is not None:
