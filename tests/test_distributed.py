@@ -141,6 +141,7 @@ def one_process_evaluates_alone(rank):
     layer = BalNormConv2d(3, 4, 3, sync_stats=True, track_running_stats=False).eval()
     if rank == 0:
         layer(torch.rand(2, 3, 5, 5))
+        balance_report(layer, torch.rand(2, 3, 5, 5))
 
 
 def updated_statistics_are_those_of_all_batches(rank):

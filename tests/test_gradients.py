@@ -52,6 +52,17 @@ def test_gradients_of_options(name, options):
 
 
 @with_both_backends
+def test_gradients_of_a_single_sample_in_channels_last_do_not_depend_on_create_graph():
+    """A view of it had strides by which torch's grouped convolutions give wrong gradients."""
+    layer = BalNormConv2d(4, 6, 1, groups=2, dtype=torch.float64).to(memory_format=torch.channels_last)
+    x = torch.rand(1, 4, 7, 4, dtype=torch.float64).contiguous(memory_format=torch.channels_last).requires_grad_()
+    inputs = [x, *layer.parameters()]
+    loss = layer(x).pow(3).sum()
+    composed = torch.autograd.grad(loss, inputs, create_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(loss, inputs), composed)
+
+
+@with_both_backends
 @pytest.mark.parametrize("options", [{}, {"signed_input": True}, {"stats_fraction": 0.5}])
 @pytest.mark.parametrize("layer", [BalNormConv2d, BalNormConvTranspose2d])
 def test_gradients_where_the_image_is_smaller_than_the_kernel(layer, options):

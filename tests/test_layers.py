@@ -360,6 +360,17 @@ def test_a_state_dict_of_version_0_1_loads(with_metadata):
     torch.testing.assert_close(again.state_dict(), model.state_dict())
 
 
+def test_a_state_dict_of_version_0_1_loads_into_a_layer_without_memory():
+    layer = BalNormConv2d(2, 4, 3)
+    state = layer.state_dict()
+    old = {"weight": state["weight"], "gain": 3.0 * layer.output_scale.expand(4), "bias": state["bias"]}
+    with torch.device("meta"):
+        empty = BalNormConv2d(2, 4, 3)
+    empty.load_state_dict(old | {name: state[name] for name in ("running_mass", "num_batches_tracked")}, assign=True)
+    torch.testing.assert_close(empty.gain, nn.Parameter(torch.full((4,), 3.0)))
+    torch.testing.assert_close(empty.output_scale, layer.output_scale)
+
+
 def test_options_are_attributes():
     layer = BalNormConv2d(3, 4, 3)
     layer.momentum = None

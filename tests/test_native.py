@@ -1,7 +1,9 @@
 """The native kernels against torch's own operations, over shapes, layouts and options; how they are found and used."""
 
+import copy
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 from unittest import mock
@@ -11,6 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import balnorm
 import balnorm.functional as BF
@@ -332,3 +336,52 @@ def test_the_kernels_compile_without_several_versions_of_a_function(monkeypatch,
 
 def test_options_have_no_switch_for_it():
     assert "native" not in Options.__dataclass_fields__
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What C must not touch
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def trained_layer():
+    """A layer behind its early batches, at whose values it looks."""
+    layer = balnorm.BalNormConv2d(3, 4, 3, padding=1, mass="position")
+    for _ in range(5):
+        layer(torch.rand(2, 3, 8, 8))
+    return layer
+
+
+def test_another_default_device_changes_nothing():
+    """C wrote to memory of that device, and the process died."""
+    layer, x = trained_layer(), torch.rand(2, 3, 8, 8, requires_grad=True)
+    expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    with torch.device("meta"):
+        found = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    torch.testing.assert_close(found, expected)
+
+
+def test_fake_tensors_stay_fake():
+    """C read real tensors, wrote to memory that was not there, and the process died."""
+    layer, x = trained_layer(), torch.rand(2, 3, 8, 8)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert type(layer(x)) is FakeTensor
+
+
+def test_a_traced_graph_has_every_operation():
+    """It had a convolution with memory that nothing had written to."""
+    layer, x = trained_layer().eval(), torch.rand(2, 3, 8, 8)
+    expected = layer(x)
+    torch.testing.assert_close(make_fx(layer)(x)(x), expected)
+    other = trained_layer()
+    graph = make_fx(copy.deepcopy(other))(x)
+    torch.testing.assert_close(graph(x), other(x))
+
+
+def test_what_is_cached_for_c_is_not_saved():
+    """It is of the version that saved it."""
+    layer = trained_layer()
+    assert layer._plan.shapes
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert not again._plan.shapes
+        x = torch.rand(2, 3, 8, 8)
+        torch.testing.assert_close(again(x), layer(x))

@@ -10,15 +10,18 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from balnorm import (
     BalNormConv2d,
     BalNormLayer,
     BalNormLinear,
+    BalNormWarning,
     fold,
     freeze_stats,
     param_groups,
+    scale_to_data,
     unfreeze_stats,
     update_stats,
 )
@@ -311,3 +314,24 @@ def test_frozen_and_shared_parameters():
     assert len(param_groups(nn.Linear(2, 2, bias=False), 0.1)) == 1
     with pytest.raises(ValueError, match="weight_decay must not be negative, got -1"):
         param_groups(first, -1)
+
+
+def test_frozen_layers_are_scaled_for_the_statistics_that_they_compute_with():
+    x = torch.rand(16, 3, 8, 8)
+    model = nn.Sequential(BalNormConv2d(3, 8, 3), nn.ReLU(), BalNormConv2d(8, 8, 3))
+    model(0.3 * x)
+    model[0].stats_frozen = True
+    scale_to_data(model, x)
+    assert model[0](x).std().item() == pytest.approx(1, abs=0.02)
+    assert model(x).std().item() == pytest.approx(1, abs=0.02)
+
+
+def test_folding_warns_of_hooks_that_it_loses():
+    """The folded network gave another output, and nothing said so. Pruning is part of the weight."""
+    model = nn.Sequential(BalNormConv2d(3, 8, 3))
+    model(torch.rand(4, 3, 8, 8))
+    prune.random_unstructured(model[0], "weight", amount=0.2)
+    fold(model)
+    model[0].register_forward_hook(lambda module, inputs, output: 0 * output)
+    with pytest.warns(BalNormWarning, match="0 has hooks, which the folded layer does not get"):
+        fold(model)

@@ -33,7 +33,8 @@ class LayerBalance:
     positive: Tensor | None
     """What the positive weights add to an output element, on average over the batch."""
     negative: Tensor | None
-    """What the negative weights subtract from it; the mean output is ``positive - negative + bias``."""
+    """What the negative weights subtract from it; the mean output is ``positive - negative + bias``. With
+    ``signed_input=True`` both are contributions of ``|x|``, and do not add up to it."""
     mean: Tensor
     std: Tensor
     """The standard deviation of the output over batch and space, as ``mean`` is its mean."""

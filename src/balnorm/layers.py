@@ -18,7 +18,7 @@ from balnorm.core.balance import balance
 from balnorm.core.geometry import Geometry, geometry_of
 from balnorm.core.options import LayerOptions, Options
 from balnorm.core.plan import Plan
-from balnorm.core.torch_private import torch_transforms_the_program
+from balnorm.core.torch_private import is_watched, torch_transforms_the_program
 from balnorm.init import balanced_normal_, unit_variance_scale
 
 if TYPE_CHECKING:
@@ -131,8 +131,7 @@ class BalNormLayer(nn.Module):
         self._reset_all_but_the_weight()
 
     def _reset_all_but_the_weight(self) -> None:
-        scale = self.options.output_scale
-        nn.init.constant_(self.output_scale, self._unit_variance_scale() if isinstance(scale, str) else scale)
+        nn.init.constant_(self.output_scale, self._initial_scale())
         nn.init.ones_(self.gain)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -150,6 +149,7 @@ class BalNormLayer(nn.Module):
 
         Args:
             input: take the mass of this batch, as in training mode; ``None`` takes ``running_mass``, as in eval mode.
+                With ``sync_stats=True`` it is that of all processes' batches if the layer is in training mode.
             output_size: of a transposed convolution, if you give ``forward`` one.
         """
         if type(self.weight) not in (Tensor, nn.Parameter) and hasattr(self.weight, "full_tensor"):
@@ -158,7 +158,7 @@ class BalNormLayer(nn.Module):
                 "load the full state dict (torch.distributed.checkpoint.state_dict) into an unsharded model"
             )
         if input is not None:
-            mass = conv.input_mass(input, layer_plan(self, input, output_size))
+            mass = conv.input_mass(input, layer_plan(self, input, output_size), alone=not self.training)
         elif self.running_mass is not None:
             mass = self.running_mass.clone()  # backward may need it after the buffer has changed
         else:
@@ -211,7 +211,9 @@ class BalNormLayer(nn.Module):
 
     def _look_at(self, input: Tensor) -> None:
         """Look at the values of a few early batches, where a mistake shows and waiting for the device costs little."""
-        if torch_transforms_the_program() or not is_readable(input) or not is_readable(self.weight):
+        if torch_transforms_the_program() or is_watched() or not is_readable(input) or not is_readable(self.weight):
+            return
+        if input.is_cuda and torch.cuda.is_current_stream_capturing():  # a CUDA graph cannot wait
             return
         self._early_batches -= 1
         if self.training and not self.stats_frozen:
@@ -273,8 +275,11 @@ class BalNormLayer(nn.Module):
     ) -> None:
         gain, scale = prefix + "gain", prefix + "output_scale"
         if metadata.get("version", 1) < 2 and gain in state_dict and scale not in state_dict:
-            state_dict[gain] = state_dict[gain] / self.output_scale.to(state_dict[gain])
-            state_dict[scale] = self.output_scale.clone()
+            factor = self.output_scale
+            if factor.is_meta:
+                factor = torch.full_like(factor, self._initial_scale(), device=state_dict[gain].device)
+            state_dict[gain] = state_dict[gain] / factor.to(state_dict[gain])
+            state_dict[scale] = factor.clone()
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs)
         first = [key for key in missing_keys if key.endswith("gain")] == [gain]
         if (
@@ -288,6 +293,10 @@ class BalNormLayer(nn.Module):
         if self.stats_frozen:
             changed.append("stats_frozen=True")
         return ", ".join([super().extra_repr(), *changed])
+
+    def _initial_scale(self) -> float:
+        scale = self.options.output_scale
+        return self._unit_variance_scale() if isinstance(scale, str) else scale
 
     def _unit_variance_scale(self) -> float:
         return unit_variance_scale(fan_in=self.weight[0].numel())
@@ -639,6 +648,7 @@ _NO_STATISTICS = (
     "{} has no statistics yet: its running mass is all ones, and its output is not what it was trained for. Train it, "
     "or estimate them with balnorm.update_stats(loader, model)"
 )
+HAS_HOOKS = "{} has hooks, which the folded layer does not get: its output may differ"
 _FOLD = "fold the model first, with balnorm.fold(model)"
 _QUANTISED = (
     "{} is about to be quantised, and torch's quantisation does not know balanced layers: it leaves this one in "

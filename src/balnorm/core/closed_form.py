@@ -117,8 +117,9 @@ def _plain_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     geometry, one_pass = plan.geometry, plan.options.one_pass
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views, because a given mass may itself be computed from x, and that path belongs to autograd.
-        views: list[Any] = [None if t is None else t.view_as(t) for t in ctx.saved_tensors[:4]]
+        # Views, because a given mass may itself be computed from x, and that path belongs to autograd. Not view_as: it
+        # changes the strides of a single sample in channels_last, and torch's grouped convolutions go wrong by them.
+        views: list[Any] = [None if t is None else t[...] for t in ctx.saved_tensors[:4]]
         x, weight, gain, given_mass = views
         mass = batch_mass(x, samples, geometry, plan.kind) if given_mass is None else given_mass
         full_gain = gain if output_scale is None else gain * output_scale

@@ -83,12 +83,15 @@ def balanced_conv(
     return y if y.dim() == input.dim() else y.squeeze(0)
 
 
-def input_mass(input: Tensor, plan: Plan, *, exact: bool = False) -> Tensor:
-    """The mass of a batch of any shape that :func:`balanced_conv` takes; ``exact`` as in :func:`batch_mass`."""
+def input_mass(input: Tensor, plan: Plan, *, exact: bool = False, alone: bool = False) -> Tensor:
+    """The mass of a batch of any shape that :func:`balanced_conv` takes.
+
+    ``exact`` is that of :func:`batch_mass`; ``alone`` sums over no other process, whatever the options say.
+    """
     options = plan.options
     x, samples = _batched(input, plan.geometry, options.stats_fraction)
     with without_autocast(autocast_device(x)):
-        signed, among = options.signed_input, _processes(options)
+        signed, among = options.signed_input, None if alone else _processes(options)
         return batch_mass(x, samples, plan.geometry, plan.kind, signed=signed, among=among, exact=exact)
 
 

@@ -22,7 +22,7 @@ from balnorm.core.balance import saturate
 from balnorm.core.mass import add_mass_gradient, batch_mass, update_running_mass
 from balnorm.core.matrix import WeightMatrix
 from balnorm.core.plan import Call, Gradients, Plan, Running
-from balnorm.core.torch_private import thread_pool
+from balnorm.core.torch_private import is_watched, thread_pool
 
 __all__ = ["LIBRARY", "backward", "effective", "forward", "status", "takes"]
 
@@ -50,8 +50,11 @@ _COMPILED = {
 
 
 def takes(x: Tensor, weight: Tensor, gain: Tensor | None) -> bool:
-    """Whether C can read these tensors: they are on the CPU, and not of a subclass that only looks like a tensor."""
-    if _library is None or not (x.is_cpu and weight.is_cpu and (gain is None or gain.is_cpu)):
+    """Whether C can read these tensors: they are on the CPU, and not of a subclass that only looks like a tensor.
+
+    Where something watches torch's operations, they have to do the work.
+    """
+    if _library is None or not (x.is_cpu and weight.is_cpu and (gain is None or gain.is_cpu)) or is_watched():
         return False
     return type(x) in _PLAIN and type(weight) in _PLAIN
 
@@ -68,7 +71,7 @@ def forward(
     dtype, shape = values.dtype, _shape(matrix, plan)
     gain, output_scale = _as(gain, dtype), _as(call.output_scale, dtype)
     types = _types(dtype, x.dtype)
-    saved, result = torch.empty(shape.size, dtype=dtype), torch.empty_like(values, dtype=types[1])
+    saved, result = values.new_empty(shape.size), torch.empty_like(values, dtype=types[1])
     mass, samples = None, _NOWHERE
     # The mass is not needed later, but one allocation is enough.
     address = saved.data_ptr() + (shape.size - shape.masses) * shape.item
@@ -107,12 +110,12 @@ def backward(
 ) -> Gradients:
     values, dtype, shape = matrix.values, g.dtype, _shape(matrix, call.plan)
     gain, output_scale = _as(gain, dtype), _as(call.output_scale, dtype)
-    dgain, dmass, samples = torch.empty(values.shape[0], dtype=dtype), None, _NOWHERE
+    dgain, dmass, samples = g.new_empty(values.shape[0]), None, _NOWHERE
     types = _types(dtype, dtype if dx is None else dx.dtype)
     if dx is not None and (layout := _layout(dx, types, call)) is not None:
         samples = _SAMPLES.pack(dx.data_ptr(), 0) + layout  # C adds the mass's gradient to dx; nothing else needs it
     else:
-        dmass = torch.empty(shape.mass, dtype=dtype)
+        dmass = g.new_empty(shape.mass)
     rows = shape.pack(values, gain, output_scale, saved[0], 0)
     gradients = _GRADIENTS.pack(g.data_ptr(), dgain.data_ptr(), 0 if dmass is None else dmass.data_ptr())
     _call("backward", types, rows + gradients + samples)
@@ -187,7 +190,8 @@ def _layout(x: Tensor, types: tuple[torch.dtype, torch.dtype], call: Call) -> by
     if key not in plan.shapes:
         if len(plan.shapes) > 100:
             plan.shapes.clear()  # images of ever new sizes
-        plan.shapes[key] = _dense_layout(x.shape, x.stride(), call.samples, plan)
+        layout = plan.shapes[key] = _dense_layout(x.shape, x.stride(), call.samples, plan)
+        return layout
     return plan.shapes[key]  # type: ignore[no-any-return]
 
 

@@ -25,6 +25,12 @@ class Plan:
         self.shapes: dict[Any, Any] = {}
         """The native backend's cache: what it worked out for each shape it has seen."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"geometry": self.geometry, "options": self.options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Plan.__init__(self, state["geometry"], state["options"])  # what is cached belongs to this version of the code
+
     def padded(self) -> Plan:
         """The plan that is left once the input has been padded, and its mass has been taken."""
         return Plan(self.geometry.padded(), self.options)

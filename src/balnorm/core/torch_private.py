@@ -17,6 +17,7 @@ __all__ = [
     "COLLECTIVES_HAVE_GRADIENTS",
     "apply_function",
     "is_batched_gradient",
+    "is_watched",
     "is_weight_norm",
     "recomputing",
     "storage_key",
@@ -35,9 +36,18 @@ def torch_transforms_the_program() -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None  # make_fx
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
     )
+
+
+def is_watched() -> bool:
+    """Whether a ``TorchDispatchMode`` is active, which must see every operation: fake tensors, or a counter.
+
+    There is no public way to ask.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: object) -> Tensor:

@@ -221,7 +221,7 @@ def _outputs(output: Tensor) -> Tensor:
 def _positions(number: int, device: torch.device) -> Tensor:
     """Some of so many positions, always the same."""
     generator = torch.Generator().manual_seed(number)
-    return torch.randperm(number, generator=generator)[:_POSITIONS].to(device)
+    return torch.randperm(number, generator=generator, device="cpu")[:_POSITIONS].to(device)
 
 
 def _put(layer: BalNormLayer, values: dict[str, Tensor]) -> None:

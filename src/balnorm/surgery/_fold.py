@@ -7,7 +7,7 @@ import logging
 
 from torch import nn
 
-from balnorm.layers import BalNormLayer
+from balnorm.layers import HAS_HOOKS, BalNormLayer, warn
 from balnorm.surgery._model import ModelT, refuse_wrapped, replace_modules
 
 __all__ = ["fold"]
@@ -20,7 +20,8 @@ def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
 
     You can use and unpickle the result without balnorm, and it costs what an unnormalised network costs. Its weights
     are balanced for ``running_mass`` (see :func:`update_stats`). It is for inference: trained further, it would be a
-    network without normalisation. The names of the folded layers are logged at level INFO.
+    network without normalisation. The names of the folded layers are logged at level INFO. Hooks of the
+    layers are lost, with a warning.
 
     Args:
         model: any module with balanced layers; a module without any is returned unchanged.
@@ -43,6 +44,10 @@ def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
                 f"{name or 'the layer'} has track_running_stats=False: its weight depends on each batch, "
                 "and cannot be folded"
             )
+        hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
+        # Those of torch's own pruning and weight normalisation have done their work on the weight.
+        if not all(type(hook).__module__.startswith("torch.nn.utils.") for hook in hooks):
+            warn(layer, HAS_HOOKS, name)
     logger.info("folding %d layers: %s", len(layers), ", ".join(layers))
     plain: dict[nn.Module, nn.Module] = {layer: layer.fuse() for layer in layers.values()}
     if inplace:

@@ -79,7 +79,8 @@ def before_each_layer(
 ) -> Iterator[None]:
     """Call ``action(layer, input, output_size)`` before the first call of each of the layers, without gradients.
 
-    They compute with the mass of the batch, as in training, and the rest of the model as in eval mode.
+    They compute as in training, with the mass of the batch unless their statistics are frozen; the rest of the model
+    computes as in eval mode.
     """
     seen = set[nn.Module]()
 
@@ -105,6 +106,6 @@ def before_each_layer(
 
 def balanced_output(layer: BalNormLayer, x: Tensor, output_size: Any = None) -> Tensor:
     """The output of a layer for a batch with its output scale, but with gains of 1 and no bias."""
-    plan = layer_plan(layer, x, output_size)
-    ones = torch.ones_like(layer.gain)
-    return conv.balanced_conv(x, layer.weight, None, ones, layer.output_scale, plan, True, None, None)
+    plan, ones, frozen = layer_plan(layer, x, output_size), torch.ones_like(layer.gain), layer.stats_frozen
+    mass = layer.running_mass if frozen else None
+    return conv.balanced_conv(x, layer.weight, None, ones, layer.output_scale, plan, not frozen, mass, None)
