@@ -41,10 +41,14 @@ RECIPE = replace(get_recipe("digits"), width=8, epochs=3, train_limit=100, test_
 @contextlib.contextmanager
 def printing_to(kind):
     """Standard output that takes nothing. (A fixture cannot do this: pytest has its own from one phase to the next.)"""
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "w") as pipe, open("/dev/full", "w") as full, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdout", pipe if kind == "a closed pipe" else full)
+    where = "/dev/full"
+    if kind == "a closed pipe":
+        reader, where = os.pipe()
+        os.close(reader)
+    elif not os.path.exists(where):
+        pytest.skip(f"this system has no {where}")
+    with open(where, "w") as out, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
         yield
 
 
@@ -402,7 +406,7 @@ def test_mistakes_exit_with_two_and_a_sentence(tmp_path, capfd, command, options
 
 
 def test_a_network_beyond_the_memory_is_one_sentence(tmp_path, capsys):
-    assert main(["train", "digits", *SMALL, "--width", "1000000", "--out", str(tmp_path / "run")]) == 1
+    assert main(["train", "digits", *SMALL, "--width", "3000000", "--out", str(tmp_path / "run")]) == 1
     assert capsys.readouterr().err.startswith("balnorm: there is not enough memory: ")
     assert not (tmp_path / "run").exists()
 
@@ -411,7 +415,7 @@ def test_a_network_beyond_the_memory_is_one_sentence(tmp_path, capsys):
     ("text", "answer"),
     [
         ("CUDA out of memory. Tried to allocate 2 GiB", "there is not enough memory"),
-        ("DataLoader worker (pid 7) is killed: you might be out of shared memory", "need more shared memory"),
+        ("DataLoader worker (pid 7) is killed: you might be out of shared memory", "lack shared memory"),
         ("CUDA error: an illegal memory access was encountered", None),
     ],
 )

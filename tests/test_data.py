@@ -262,7 +262,8 @@ def test_photographs_come_out_of_cifars_format_as_pillow_shows_them(tmp_path, mo
 
 
 @pytest.mark.skipif(
-    not SHARED.is_dir(), reason="the whole of CIFAR-10 is not here: photographs of ours stand in for it"
+    not (SHARED / "cifar-10-batches-bin").is_dir(),
+    reason="the whole of CIFAR-10 is not here: photographs of ours stand in for it",
 )
 def test_real_cifar10():
     test = load("cifar10", SHARED, "test")
@@ -692,7 +693,10 @@ def test_jpegs_are_cut_anew_in_every_epoch():
     assert not torch.equal(next(one.epoch(0))[0], next(one.epoch(1))[0])
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="Tiny-ImageNet is not here: photographs of ours stand in for it")
+@pytest.mark.skipif(
+    not (SHARED / "tiny-imagenet-10.tar").is_file(),
+    reason="Tiny-ImageNet is not here: photographs of ours stand in for it",
+)
 def test_real_jpegs(tmp_path):
     with tarfile.open(SHARED / "tiny-imagenet-10.tar") as tar:
         tar.extractall(tmp_path, filter="data")

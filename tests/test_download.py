@@ -1,10 +1,12 @@
 """Downloads, against a server on this machine that can send ranges, break off, and lie."""
 
 import concurrent.futures
+import errno
 import hashlib
 import http.server
 import threading
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 
@@ -44,6 +46,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "127.0.0.1")
 
 
 @pytest.fixture
@@ -121,6 +129,12 @@ def test_a_lock_that_its_holder_has_removed_keeps_nobody_out(tmp_path, monkeypat
     monkeypatch.setattr(fcntl, "flock", flock_after_its_removal)
     with _alone(lock), lock.open() as file, pytest.raises(BlockingIOError):
         flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_folder_without_locks_is_good_enough(server, tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    assert fetch(file_at(f"{server}/a"), tmp_path, quiet).read_bytes() == CONTENTS
 
 
 def test_two_at_a_time_fetch_it_once(server, tmp_path):

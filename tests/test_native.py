@@ -23,6 +23,7 @@ from balnorm.core.mass import add_mass_gradient, batch_mass
 from balnorm.core.matrix import WeightMatrix
 from balnorm.core.options import Options
 from balnorm.core.plan import Call, Running
+from held import PATIENCE
 
 pytestmark = pytest.mark.skipif(native._library is None, reason=f"no native kernels ({native.status()})")
 
@@ -246,8 +247,9 @@ def test_forked_processes_compute_too():
     queue = context.SimpleQueue()
     child = context.Process(target=in_a_child, args=(queue,))
     child.start()
+    child.join(PATIENCE)
+    assert child.exitcode == 0
     assert queue.get() == (2, 4, 4, 4)
-    child.join()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "src" / "balnorm"
 LIBRARY = ["core", "functional", "init", "layers", "text_table", "surgery", "diagnostics", "norms", "models"]
 BENCH = [
     "errors",
+    "locking",
     "console",
     "data",
     "training",

@@ -15,6 +15,7 @@ import types
 from dataclasses import replace
 
 import pytest
+import torch
 
 import held
 from balnorm.cli import main
@@ -252,7 +253,10 @@ def test_a_run_refused_for_its_folder_leaves_the_folder_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-@pytest.mark.parametrize("device", ["cuda", "foo", "mps"])
+ABSENT = [device for device in ("cuda", "mps") if not getattr(torch, device).is_available()]
+
+
+@pytest.mark.parametrize("device", [*ABSENT, "foo"])
 @pytest.mark.parametrize("command", [["compare"], ["compare", "--dry-run"], ["bench"], ["train"]])
 def test_a_device_that_is_not_here_is_told_at_once(tmp_path, capfd, command, device):
     name, *options = command
@@ -356,6 +360,7 @@ def test_two_gpus_are_used_in_turn_unless_one_was_asked_for(tmp_path, monkeypatc
     found = []
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(os, "setpgrp", lambda: None, raising=False)  # this is no process of a run
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
     monkeypatch.setattr(executors, "execute", lambda _, __, resources: found.append(resources.device))
     pipe = types.SimpleNamespace(send=lambda _: None)
     for slot in range(3):
@@ -537,8 +542,11 @@ def test_clocks():
 
 
 def test_a_trial_that_is_killed_is_one_sentence():
-    with pytest.raises(StudyError, match="was killed: is there enough memory"):
-        LocalExecutor(1, Resources()).call(os.abort)
+    executor = LocalExecutor(1, Resources())
+    with pytest.raises(StudyError, match="the trial before the study was ended by signal 9: is there enough memory"):
+        executor.call(signal.raise_signal, signal.SIGKILL)
+    with pytest.raises(StudyError, match="ended by signal 4: set ONEDNN_MAX_CPU_ISA"):
+        executor.call(signal.raise_signal, signal.SIGILL)
 
 
 def test_a_run_that_somebody_else_trains_is_left_to_them(tmp_path, capfd):

@@ -590,7 +590,7 @@ def test_a_folder_is_locked_on_nfs_too(tmp_path, monkeypatch):
     run = Run(tmp_path / "run")
     run.create(SMALL)
     monkeypatch.setattr(fcntl, "flock", fcntl.lockf)
-    with run.alone():
+    with run.alone():  # or a bad file descriptor
         pass
 
 
@@ -613,8 +613,13 @@ def test_a_finished_run_gets_no_start_and_loses_its_failure(tmp_path, whole):
     assert not (copy / "error.txt").exists()
 
 
-def test_the_commit_is_ours_or_none(tmp_path):
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_commit_is_ours_or_none(tmp_path, monkeypatch):
     """balnorm installed inside another project's clone recorded that project's commit."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "-q"], check=True)
     ours, theirs = tmp_path / "ours.py", tmp_path / "theirs.py"

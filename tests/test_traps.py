@@ -91,12 +91,13 @@ def test_the_warning_can_be_switched_off():
 
 def test_later_batches_are_not_looked_at(monkeypatch):
     """To look at values is to wait for the device."""
-    layer = BalNormConv2d(3, 4, 3)
-    looks = []
-    monkeypatch.setattr(BalNormConv2d, "_look_at", lambda self, x: looks.append(x) or BalNormConv2d.__mro__)
-    layer._early_batches = 0
-    layer(signed_images())
-    assert not looks
+    layer, looks, look = BalNormConv2d(3, 4, 3), [], BalNormConv2d._look_at
+    monkeypatch.setattr(BalNormConv2d, "_look_at", lambda self, x: looks.append(x) or look(self, x))
+    for _ in range(5):
+        layer(torch.rand(2, 3, 8, 8))
+    assert len(looks) == 3
+    update_stats([torch.rand(2, 3, 8, 8)] * 2, layer)
+    assert len(looks) == 3
 
 
 # Statistics that were never taken -----------------------------------------------------------------------------------

@@ -139,9 +139,9 @@ def _dispatch(given: list[str]) -> int:
         return _fail(stop, 130) if os.environ.get("RANK", "0") == "0" else 130
     except (MemoryError, RuntimeError) as error:
         text = str(error).lower()
-        if "shared memory" in text:
+        if "out of shared memory" in text:
             return _fail(
-                "the workers that decode images need more shared memory: make it larger, or use --workers 0", 1
+                "the decoding workers lack shared memory: increase it (Docker: --shm-size), or use --workers 0", 1
             )
         if not isinstance(error, MemoryError) and not any(sign in text for sign in _NO_MEMORY):
             raise

@@ -71,9 +71,10 @@ def input_mass(
     ``channel`` is the paper's mass: :math:`m_c = v_c / r`, where :math:`v_c` is the sum of channel c over batch and
     space, and r = batch size x output size x stride (over all axes). The taps of a transposed convolution meet every
     input whatever the stride, so there r = batch size x output size. ``position`` counts for each tap of the kernel
-    exactly the inputs that it multiplies, and honours padding, stride and dilation. Where an image is smaller than the
-    kernel (with its dilation), every tap gets the mass of ``channel``: the few taps that meet anything would otherwise
-    carry the whole output, and networks do not learn so.
+    exactly the inputs that it multiplies, and honours padding, stride and dilation. Where a zero-padded image (of a
+    transposed convolution: the output) is smaller than the kernel with its dilation, every tap gets the mass of
+    ``channel``: the few taps that meet anything would otherwise carry the whole output, and networks do not train that
+    way.
 
     Args:
         input: (N, C, \*in), with one spatial axis or more; (\*, C) for a linear layer.

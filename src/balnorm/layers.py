@@ -41,7 +41,7 @@ __all__ = [
 
 
 class BalNormWarning(UserWarning):
-    """A balanced layer cannot work as it is used: its input cancels, or it has no statistics yet.
+    """A balanced layer may not do what you expect. The message says why and what helps.
 
     Each layer warns once. ``warnings.simplefilter("ignore", BalNormWarning)`` silences all of them.
     """
@@ -139,10 +139,13 @@ class BalNormLayer(nn.Module):
 
     def reset_running_stats(self) -> None:
         """Forget the statistics: ``running_mass`` is ones until the next batch in training mode."""
+        self._forget_mass()
+        self._early_batches, self._unchecked = _EARLY_BATCHES, True
+
+    def _forget_mass(self) -> None:
         if self.running_mass is not None and self.num_batches_tracked is not None:
             self.running_mass.fill_(1)
             self.num_batches_tracked.zero_()
-        self._early_batches, self._unchecked = _EARLY_BATCHES, True
 
     def effective_weight(self, input: Tensor | None = None, output_size: Sequence[int] | None = None) -> Tensor:
         """The weight w'' that the layer uses: balanced, and multiplied by the gain and the output scale.
@@ -458,7 +461,8 @@ class BalNormConv2d(_BalNormConv, nn.Conv2d):
             in :class:`torch.nn.Conv2d`.
         mass: ``"channel"`` sums each input channel as a whole, as in the paper. ``"position"`` counts for each tap of
             the kernel exactly the inputs that it meets, so it is exact under zero padding, stride and dilation too.
-            Where an image is smaller than the kernel, it spreads them evenly, as ``"channel"`` does.
+            Where a zero-padded image (of a transposed convolution: the output) is smaller than the kernel, it spreads
+            them evenly, as ``"channel"`` does.
         one_pass: I is the sign of the weight before the shift (``True``, as in the paper's experiments) or after it
             (``False``: exactly balanced).
         stats_fraction: take m from this leading part of the batch; less than 1 adds noise, which regularises.

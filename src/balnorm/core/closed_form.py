@@ -118,7 +118,7 @@ def _plain_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # Views, because a given mass may itself be computed from x, and that path belongs to autograd. Not view_as: it
-        # changes the strides of a single sample in channels_last, and torch's grouped convolutions go wrong by them.
+        # changes the strides of a single sample in channels_last, with which torch's grouped convolutions go wrong.
         views: list[Any] = [None if t is None else t[...] for t in ctx.saved_tensors[:4]]
         x, weight, gain, given_mass = views
         mass = batch_mass(x, samples, geometry, plan.kind) if given_mass is None else given_mass

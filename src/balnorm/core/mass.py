@@ -41,7 +41,7 @@ def batch_mass(
         signed: take the mass of ``|x|``.
         among: the processes to sum over, a tuple of one group; ``None`` is this process alone.
         exact: count by position even where the kernel is larger than the image. Weights are never balanced for that:
-            the few taps that meet anything would carry the whole output, and networks do not learn so.
+            the few taps that meet anything would carry the whole output, and networks do not train that way.
 
     Returns:
         (1, C, 1, ..., 1) for ``channel``, (1, C, *kernel) for ``position``, in float32 or wider. NaN without samples.

@@ -52,7 +52,7 @@ _COMPILED = {
 def takes(x: Tensor, weight: Tensor, gain: Tensor | None) -> bool:
     """Whether C can read these tensors: they are on the CPU, and not of a subclass that only looks like a tensor.
 
-    Where something watches torch's operations, they have to do the work.
+    A dispatch mode has to see every operation, so under one torch's operations do the work.
     """
     if _library is None or not (x.is_cpu and weight.is_cpu and (gain is None or gain.is_cpu)) or is_watched():
         return False
@@ -187,12 +187,12 @@ def _layout(x: Tensor, types: tuple[torch.dtype, torch.dtype], call: Call) -> by
     if call.samples == 0 or x.numel() == 0 or x.dtype != types[1]:
         return None
     plan, key = call.plan, (x.shape, x.stride(), call.samples)
-    if key not in plan.shapes:
+    found: bytes | None = plan.shapes.get(key)  # once: other threads may clear it
+    if found is None:
         if len(plan.shapes) > 100:
             plan.shapes.clear()  # images of ever new sizes
-        layout = plan.shapes[key] = _dense_layout(x.shape, x.stride(), call.samples, plan)
-        return layout
-    return plan.shapes[key]  # type: ignore[no-any-return]
+        found = plan.shapes[key] = _dense_layout(x.shape, x.stride(), call.samples, plan) or b""
+    return found or None
 
 
 def _dense_layout(shape: torch.Size, strides: tuple[int, ...], samples: int, plan: Plan) -> bytes | None:

@@ -22,8 +22,9 @@ class Options:
 
     mass: MassKind = "channel"
     """Sum each input channel as a whole (``"channel"``, the paper), or count for each tap of the kernel exactly the
-    inputs that it meets (``"position"``), which stays exact under zero padding, stride and dilation. Where an image is
-    smaller than the kernel, ``"position"`` spreads the inputs evenly over the taps, as ``"channel"`` does."""
+    inputs that it meets (``"position"``), which stays exact under zero padding, stride and dilation. Where a
+    zero-padded image (of a transposed convolution: the output) is smaller than the kernel, ``"position"`` spreads the
+    inputs evenly over the taps, as ``"channel"`` does."""
     one_pass: bool = True
     """Take the signs of the weight before the shift (``True``, the paper's experiments) or after it (``False``,
     exactly balanced)."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from balnorm.data.sets import SETS, DataFile
 from balnorm.data.sources import DataError
+from balnorm.locking import lock
 
 __all__ = ["check", "download", "fetch"]
 
@@ -83,22 +84,18 @@ def _is_unpacked(file: DataFile, root: Path) -> bool:
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Wait for other processes that hold the lock, if the system supports it."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
+def _alone(path: Path) -> Iterator[None]:
+    """Wait for other processes that have locked the file, if the system supports it."""
     while True:
-        with lock.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if not _is_still(lock, file.fileno()):
-                continue  # whoever held it has removed it: others lock a new one
+        with path.open("w") as file:
+            locked = lock(file, wait=True)
+            if locked and not _is_still(path, file.fileno()):
+                continue  # whoever had it locked has removed it: others lock a new one
             try:
                 yield
             finally:
-                lock.unlink(missing_ok=True)
+                if locked:
+                    path.unlink(missing_ok=True)
             return
 
 

@@ -19,8 +19,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -125,13 +123,22 @@ class LocalExecutor:
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function in a process of its own where runs are trained. Returns its result, or raises its error."""
-        with ProcessPoolExecutor(1, mp_context=self._context) as pool:
-            try:
-                return pool.submit(function, *arguments).result()
-            except BrokenProcessPool:
-                raise StudyError(
-                    "a process that tried the data and the machine was killed: is there enough memory?"
-                ) from None
+        ours, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_call_in_process, args=(function, arguments, theirs))
+        process.start()
+        theirs.close()
+        try:
+            result, error = ours.recv()
+        except EOFError:
+            process.join()
+            cause = remedy_after(-process.exitcode) or "is there enough memory?"
+            raise StudyError(f"the trial before the study {_end(process.exitcode)}: {cause}") from None
+        finally:
+            process.kill()
+            ours.close()
+        if error is not None:
+            raise error
+        return result
 
     def ended(self, seconds: float) -> list[Result]:
         """Wait up to so many seconds for a process to end, and return the runs whose processes have."""
@@ -156,10 +163,10 @@ class LocalExecutor:
             if pipe.poll():
                 state, reason = pipe.recv()
                 return replace(run, state=state, reason=reason)
-        code = process.exitcode
-        how = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with code {code}"
-        remedy = f"{remedy}, and " if (remedy := remedy_after(-code)) else ""
-        return replace(run, state="failed", reason=f"{how}: {remedy}repeat the command to resume it")
+        remedy = f"{remedy}, and " if (remedy := remedy_after(-process.exitcode)) else ""
+        reason = f"its process {_end(process.exitcode)}: {remedy}repeat the command to resume it"
+        Run(run.folder).keep_failure(run.recipe, f"{reason}\n")
+        return replace(run, state="failed", reason=reason)
 
 
 def _execute_in_process(folder: Path, recipe: Recipe, resources: Resources, slot: int, pipe: Any) -> None:
@@ -184,6 +191,17 @@ def _execute_in_process(folder: Path, recipe: Recipe, resources: Resources, slot
         result = _STOPPED
     with contextlib.suppress(OSError):  # the parent is gone
         pipe.send(result)
+
+
+def _call_in_process(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Any) -> None:
+    try:
+        pipe.send((function(*arguments), None))
+    except Exception as error:  # for the parent to raise
+        pipe.send((None, error))
+
+
+def _end(code: int) -> str:
+    return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
 
 
 def _stop_without(sentinel: Any) -> None:
@@ -242,6 +260,8 @@ class RayExecutor:
             return self._ray.get(self._start(function, *arguments))
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from None
+        except self._ray.exceptions.RayError as error:
+            raise StudyError(f"the trial before the study ended early ({_first_line(error)})") from None
 
     def ended(self, seconds: float) -> list[Result]:
         ended, _ = self._ray.wait(list(self._running), timeout=seconds)

@@ -96,10 +96,7 @@ class _MassSum:
         self.batches = torch.zeros((), dtype=torch.long, device=device)
 
     def before(self, layer: BalNormLayer, _: Any) -> None:
-        assert layer.running_mass is not None
-        assert layer.num_batches_tracked is not None
-        layer.running_mass.fill_(1)
-        layer.num_batches_tracked.zero_()
+        layer._forget_mass()  # reset_running_stats() would also look at the values of every batch
 
     def after(self, layer: BalNormLayer, _: Any, output: Tensor) -> None:
         """Add what the layer has just tracked; it does not count a batch that is empty or not finite."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from balnorm.errors import Failure
+from balnorm.locking import lock
 from balnorm.training.config import Recipe
 from balnorm.training.files import create_atomically, parse_json, write_atomically
 
@@ -39,7 +40,7 @@ class Run:
 
     ``config.json`` is the recipe; ``environment.json`` the machine and versions, of every start; ``metrics.jsonl`` a
     line for each epoch; ``checkpoint.pt`` (and the one before it) the state to go on from; ``tensorboard/`` its curves;
-    ``error.txt`` says why it failed, until the next start.
+    ``error.txt`` says why it failed, until it is resumed.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -69,13 +70,9 @@ class Run:
         """Lock the folder against training by other processes, if the system supports it."""
         with self.config.open("r+") as file:  # NFS locks only what is open for writing
             try:
-                import fcntl
-
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file, wait=False)
             except BlockingIOError:
                 raise RunBusyError(f"{self.folder} is being trained by another process") from None
-            except (ImportError, OSError):  # Windows, and file systems without locks
-                pass
             yield
 
     def recipe(self) -> Recipe:
