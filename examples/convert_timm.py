@@ -1,4 +1,4 @@
-"""Convert a timm network to BalNorm, fine-tune it on images of digits, fold it and export it to ONNX.
+"""Convert a timm network to BalNorm, train it on images of digits, fold it and export it to ONNX.
 
 Run, in a clone: pip install . timm scikit-learn onnxscript && python examples/convert_timm.py
 """

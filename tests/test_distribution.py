@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -22,6 +23,7 @@ pytest.importorskip("hatchling", reason="hatchling is not installed")
 ROOT = Path(__file__).parent.parent
 NOT_SOURCE = {"build", "data", "dist", "report", "runs", "studies", "site"}  # what people have lying about in a clone
 COMPILED = {".so", ".pyd", ".dylib", ".dll"}
+HAS_COMPILER = shutil.which(os.environ.get("CC", "cc").split()[0]) is not None
 
 
 def without_clutter(folder, names):
@@ -31,18 +33,31 @@ def without_clutter(folder, names):
     return hidden | compiled | ({*names} & NOT_SOURCE if at_the_top else set()) | {"__pycache__"}
 
 
+def build(clone, out, *options, **environment):
+    """As ``python -m build``, which would fetch hatchling anew."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *options, str(clone)]
+    variables = {**os.environ, **environment}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """An sdist, and the wheel that is built from it, of a clone in which somebody has worked."""
-    clone, out = tmp_path_factory.mktemp("clone") / "balnorm", tmp_path_factory.mktemp("dist")
+def clone(tmp_path_factory):
+    """A clone in which somebody has worked."""
+    clone = tmp_path_factory.mktemp("clone") / "balnorm"
     shutil.copytree(ROOT, clone, ignore=without_clutter)
     for clutter in (".venv/lib/left.py", "studies/left.json", "src/balnorm/__pycache__/left.pyc", "data/left.bin"):
         (clone / clutter).parent.mkdir(parents=True)
         (clone / clutter).write_text("")
-    # As `python -m build`, which would fetch hatchling anew.
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(clone)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    return clone
+
+
+@pytest.fixture(scope="module")
+def built(clone, tmp_path_factory):
+    """An sdist, and the wheel that is built from it."""
+    out = tmp_path_factory.mktemp("dist")
+    build(clone, out)
     (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
     return sdist, wheel
 
@@ -71,10 +86,22 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     expected = {name.removeprefix("src/") for name in sources("src")}
     compiled = {name for name in names if Path(name).suffix in COMPILED}
-    assert not compiled or not built[1].name.endswith("-none-any.whl")
+    if HAS_COMPILER:
+        assert compiled == {"balnorm/core/kernels.so"}
+        assert built[1].name.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}.whl")
     assert names - compiled <= expected
     assert {Path(name).suffix for name in expected - names} <= {".c", ".h"}
     assert {"balnorm/py.typed", "balnorm/study/page/report.html"} <= names
+
+
+def test_without_a_compiler_the_wheel_is_one_for_every_platform(clone, tmp_path):
+    """Even if kernels were compiled in this clone before: they may be of another version."""
+    (clone / "src/balnorm/core/kernels.so").write_bytes(b"old")
+    printed = build(clone, tmp_path, "--wheel", CC="/nowhere/cc")
+    (wheel,) = tmp_path.glob("*-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        assert not [name for name in opened.namelist() if Path(name).suffix in COMPILED]
+    assert "without its native kernels, and slower on CPUs: there is no C compiler (/nowhere/cc)" in printed
 
 
 def distributions(*names):
@@ -130,12 +157,15 @@ def test_the_wheel_works_beside_torch_alone_and_the_extra_is_all_that_the_comman
         layer(torch.rand(2, 3, 8, 8)).square().sum().backward()
         assert layer.weight.grad.abs().sum() > 0
         print(balnorm.__file__)
+        print(balnorm.backend())
     """
     done = environment.run(
         "python", "-W", "error", "-W", "ignore:Failed to initialize NumPy", "-c", program, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).is_relative_to(environment.packages)
+    file, backend = done.stdout.splitlines()
+    assert Path(file).is_relative_to(environment.packages)
+    assert backend.startswith("native") or not HAS_COMPILER or os.environ.get("BALNORM_NATIVE") == "0"
 
     done = environment.run("balnorm", "--help", cwd=tmp_path)
     assert done.returncode == 1

@@ -301,6 +301,15 @@ def test_wrong_calls_say_what_is_allowed():
         BF.bal_conv2d(x, w, stride=2, padding="same")
     with pytest.raises(ValueError, match="stats_fraction must be above 0 and at most 1, got 2"):
         BF.bal_conv2d(x, w, stats_fraction=2.0)
+    for wrong in ({"stride": -1}, {"stride": (1, 0)}, {"dilation": 0}, {"groups": 0}):
+        with pytest.raises(ValueError, match="stride, dilation and groups must be at least 1"):
+            BF.bal_conv2d(x, w, mass="position", **wrong)
+    with pytest.raises(ValueError, match="padding must not be negative, got -1"):
+        BF.bal_conv2d(x, w, padding=-1)
+    with pytest.raises(ValueError, match=r"a weight of shape \(5, 64, 3, 3\) does not divide into 2 groups"):
+        BF.bal_conv2d(torch.rand(2, 128, 8, 8), torch.randn(5, 64, 3, 3), groups=2)
+    with pytest.raises(ValueError, match=r"a weight of shape \(3, 4, 3, 3\) does not divide into 2 groups"):
+        BF.bal_conv_transpose2d(x, torch.randn(3, 4, 3, 3), groups=2)
     with pytest.raises(ValueError, match="expected an int or 2 of them"):
         BF.bal_conv2d(x, w, stride=(1, 2, 3))
     with pytest.raises(

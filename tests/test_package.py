@@ -90,6 +90,12 @@ def test_every_module_has_its_place():
     assert files | folders == {"__init__", *LIBRARY, *BENCH}
 
 
+def test_make_test_torch_leaves_out_what_the_library_can_do_without():
+    """Its environment has no tyro: a module of the bench that is missing from the list ends it at once."""
+    listed = re.search(r"^STUDY_SOURCES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert {name.removesuffix(".py") for name in listed} == {*BENCH}
+
+
 @pytest.mark.parametrize("module", [*LIBRARY, *BENCH])
 def test_imports_point_downwards(module):
     order = LIBRARY if module in LIBRARY else [*LIBRARY, *BENCH]

@@ -43,14 +43,14 @@ __all__ = ["main"]
 
 _USAGE = """usage: balnorm COMMAND [options]
 
-  compare   train several normalisations over several seeds, and report
-  train     train one network
-  report    write figures, tables and a web page for a study, at any time
-  pack      write a study's finished runs as two files, to publish or archive
-  data      list, download and check data sets
-  bench     measure the speed and memory of normalisations on this machine
-  inspect   show how well balanced a trained network's layers are
-  fold      write a trained network as plain convolutions
+  compare     train several normalisations over several seeds, and report
+  train       train one network
+  report      write figures, tables and a web page for a study, at any time
+  pack        write a study's finished runs as two files, to publish or archive
+  data        list, download and check data sets
+  bench       measure the speed and memory of normalisations on this machine
+  inspect     show how well balanced a trained network's layers are
+  fold        write a trained network as plain convolutions
   completion  print a completion script for bash, zsh or fish
 
 Repeat a command to resume what was stopped. `balnorm COMMAND --help` shows options and examples.

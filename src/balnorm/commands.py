@@ -84,9 +84,9 @@ class Where:
     device: str | None = None
     """For example cuda:1; None uses a GPU if there is one."""
     checkpoint_steps: int | None = None
-    """Also save every so many steps within an epoch."""
+    """Also save every N steps within an epoch."""
     checkpoint_minutes: float | None = 10.0
-    """Also save every so many minutes within an epoch."""
+    """Also save every N minutes within an epoch."""
     quiet: bool = False
     """Show no progress."""
 

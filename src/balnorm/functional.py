@@ -133,7 +133,9 @@ def bal_conv(
         input: (N, C, \*in) or (C, \*in).
         weight: (D, C / groups, \*kernel).
         bias: (D,) or ``None``.
-        gain: (D,) or ``None`` for ones. It multiplies w'', so it costs no pass over the output.
+        gain: (D,) or ``None`` for ones. It multiplies w'', so it costs no pass over the output. There is no output scale
+            here: for outputs of variance 1, as the layers give, multiply the gain by
+            :func:`balnorm.init.unit_variance_scale`.
         stride, padding, dilation, groups: as in :func:`torch.nn.functional.conv2d`.
         padding_mode: as in :class:`torch.nn.Conv2d`.
         training: use the mass of this batch (``True``, the default), or ``running_mass`` if there is one.

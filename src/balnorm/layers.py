@@ -659,8 +659,8 @@ _QUANTISED = (
     "floating point, or the model fails when it runs. To quantise it, " + _FOLD
 )
 _OF_PLAIN_LAYERS = (
-    "{} is given the weight of a layer that is not balanced, as of a network with BatchNorm, whose scales and "
-    "statistics fit nowhere here. Load the state dict into the network that it is of, and convert that: "
+    "{} was given the weight of a layer that is not balanced, as from a network with BatchNorm, whose scales and "
+    "statistics have no place here. Load the state dict into the original network and convert that: "
     "balnorm.convert(model, calibrate=batch)"
 )
 

@@ -30,12 +30,12 @@ def cifar10_wrn() -> Recipe:
 
 
 def cifar10_wrn_quarter() -> Recipe:
-    """The same with statistics from a quarter of the batch: the paper's first remedy against overfitting."""
+    """cifar10-wrn with statistics from a quarter of the batch: the paper's first remedy against overfitting."""
     return replace(cifar10_wrn(), name="cifar10-wrn-quarter", norm="balnorm-quarter")
 
 
 def cifar10_wrn_mixup() -> Recipe:
-    """The same with manifold mixup, alpha 6: the paper's second remedy, and its recommendation."""
+    """cifar10-wrn with manifold mixup, alpha 6: the paper's second remedy, and its recommendation."""
     return replace(cifar10_wrn(), name="cifar10-wrn-mixup", mixup="manifold", alpha=6.0)
 
 
@@ -74,13 +74,13 @@ def svhn_wrn() -> Recipe:
 
 
 def imagenet_resnet50() -> Recipe:
-    """ImageNet with ResNet-50 for the usual 90 epochs (section 6.4), 256 images per batch over all processes."""
+    """ImageNet with ResNet-50 for the usual 90 epochs (section 6.4), 256 images per batch in all."""
     return Recipe(
         name="imagenet-resnet50",
         data="folder",
         model="resnet50",
         epochs=90,
-        batch_size=256,  # divide it by the number of processes
+        batch_size=256,  # in each process: with several, divide it by their number
         lr=0.1,
         weight_decay=1e-4,
         schedule="multistep",

@@ -65,8 +65,8 @@ def balanced_conv(
         elif plain or not plan.own_mass:
             among = _processes(options) if training else None  # one process may evaluate alone
             mass = batch_mass(x, samples, geometry, plan.kind, signed=options.signed_input, among=among)
-        if geometry.pads_beforehand:
-            x, plan = geometry.pad(x), plan.padded()
+        if plan.padded is not None:
+            x, plan = geometry.pad(x), plan.padded
         if not plain:
             y = closed_form_conv(x, weight, bias, gain, mass, Call(plan, samples, output_scale, running))
         else:
@@ -121,6 +121,8 @@ def _check_shapes(input: Tensor, weight: Tensor, gain: Tensor | None, geometry: 
         outputs, channels = weight.shape[0], weight.shape[1] * geometry.groups
         if geometry.transposed:
             outputs, channels = weight.shape[1] * geometry.groups, weight.shape[0]
+        if weight.shape[0] % geometry.groups:
+            raise ValueError(f"a weight of shape {tuple(weight.shape)} does not divide into {geometry.groups} groups")
         fits = axes < input.dim() <= axes + 2 and input.shape[-axes - 1] == channels
     if not fits:
         expected = f"(N, {channels}, *in) or ({channels}, *in) with {axes} spatial axes" if axes else f"(*, {channels})"

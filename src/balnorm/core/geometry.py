@@ -177,6 +177,8 @@ def geometry_of(
     axes = len(kernel)
     dilations = per_axis(dilation, axes)
     strides = per_axis(stride, axes)
+    if groups < 1 or any(n < 1 for n in (*strides, *dilations)):
+        raise ValueError(f"stride, dilation and groups must be at least 1, got {stride!r}, {dilation!r} and {groups!r}")
     if padding == "same":
         if any(s != 1 for s in strides):
             raise ValueError(f"padding='same' is for stride 1, got stride {stride!r}")
@@ -188,6 +190,8 @@ def geometry_of(
         raise ValueError(f"padding must be 'same', 'valid', an int or an int for each axis, got {padding!r}")
     else:
         sides = tuple((p, p) for p in per_axis(padding, axes))
+        if any(before < 0 for before, _ in sides):
+            raise ValueError(f"padding must not be negative, got {padding!r}")
     return Geometry(
         kernel,
         strides,

@@ -22,6 +22,8 @@ class Plan:
         """Under a pointwise kernel the two masses are the same, and ``channel`` is the cheaper one."""
         self.own_mass = not (options.signed_input or options.sync_stats or geometry.pads_beforehand)
         """Whether the closed form can take the mass itself, and hand its gradient on."""
+        self.padded = Plan(geometry.padded(), options) if geometry.pads_beforehand else None
+        """What is left of the plan after padding that torch's convolution cannot do, with the mass already taken."""
         self.shapes: dict[Any, Any] = {}
         """The native backend's cache: what it worked out for each shape it has seen."""
 
@@ -30,10 +32,6 @@ class Plan:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Plan.__init__(self, state["geometry"], state["options"])  # what is cached belongs to this version of the code
-
-    def padded(self) -> Plan:
-        """The plan that is left once the input has been padded, and its mass has been taken."""
-        return Plan(self.geometry.padded(), self.options)
 
 
 class Running(NamedTuple):

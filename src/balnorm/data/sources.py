@@ -117,7 +117,7 @@ def load(
         name: a name from :data:`SETS`.
         root: the folder that holds the data set's files, as ``balnorm.data.download`` leaves them.
         split: ``"train"`` or ``"test"``.
-        limit: load at most so many images.
+        limit: load at most this many images.
         fraction: load this fraction of the images, above 0 and at most 1.
         seed: chooses which ones; the seed of a training run has no part in it.
 

@@ -148,7 +148,9 @@ def summarize(results: Results, differences: Differences) -> list[str]:
         and baseline != "balnorm"
         and len({setting.norm for setting in results.by_setting} | {baseline, "balnorm"}) > 2
     ):
-        compared = [f"There are no finished runs of balnorm and {baseline} alike in all else, to compare seed by seed."]
+        compared = [
+            f"No finished runs of balnorm and {baseline} agree in everything else, so none are compared seed by seed."
+        ]
     sentences += [*compared, _counted(results)]
     if ranked and min(found.n for _, found in ranked) < 5:
         sentences.append("With fewer than five seeds, quartiles and differences say little.")
@@ -191,7 +193,7 @@ def _compared(differences: Differences) -> list[str]:
         subject = "another setting" if baseline == "balnorm" else "balnorm"
         return [
             f"Seed by seed, {subject} is ahead of {baseline} in {ahead} of {len(pairs)} such pairs of settings and "
-            f"behind in {behind}, as far as 95% intervals that exclude 0 tell."
+            f"behind in {behind}, counting only 95% intervals that exclude 0."
         ]
     for setting, found in pairs.items():
         text = f"Seed by seed, {setting} is {100 * found.median:+.2f} points from {baseline} (median of "

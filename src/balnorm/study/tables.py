@@ -47,8 +47,8 @@ def study_tables(results: Results, levels: Sequence[float], differences: Differe
     tables = {
         "results": (
             "Results after the last epoch",
-            "After the last epoch: median (quartiles) over n runs. Runs that diverged are among the n, as worse than "
-            "any other; failed and unfinished ones are not.",
+            "After the last epoch: median (quartiles) over n runs. Runs that diverged count, as worse than any other; "
+            "failed and unfinished ones do not.",
             {setting: _final_row(runs) for setting, runs in results.by_setting.items()},
         ),
         "differences": (

@@ -99,10 +99,10 @@ def convert(
         include: names, in the same form, of layers to balance even without a BatchNorm, such as the transposed
             convolutions of a U-Net.
         calibrate: unlabelled data of the kind that a trained ``model`` was trained on: a batch, or a loader whose
-            batches are taken together (a few hundred samples are enough). After a norm that follows its layer, the
-            norm's output counts; elsewhere, as in pre-activation networks, that of the layer itself, and the norm's
-            shift moves into the layers before it. Transposed and 3d convolutions keep their weight: their channels get
-            the mean and standard deviation that they had.
+            batches are taken together (a few hundred samples are enough). Where a norm follows its layer, the
+            balanced layer is fitted to the norm's output; elsewhere, as in pre-activation networks, to the layer's own
+            output, and the norm's shift moves into the layers before it. Transposed and 3d convolutions keep their
+            weight: their channels get the mean and standard deviation that they had.
         strict: raise a ValueError, and change nothing, if a BatchNorm would stay (other than by ``skip``), or if there
             is nothing to balance. Without it, the latter is a warning.
         dry_run: only report.

@@ -41,7 +41,7 @@ class Reason(Enum):
     # A norm, and what it follows
     FOLLOWS_NO_LAYER = "it follows {}"
     FOLLOWS_KEPT = "it follows {}, which stays ({})"
-    UNKNOWN_DIMENSIONS = "it follows {}, and only an example_input tells over which dimension it goes"
+    UNKNOWN_DIMENSIONS = "it follows {}, and only an example_input shows which dimension it normalises"
     DOES_NOT_FIT = "it does not fit {}, which it follows"
     SHARES_OUTPUT = "the output of {} goes elsewhere too"
     ONE_OF_SEVERAL = "it is not the only norm of a layer that is called more than once"

@@ -41,11 +41,11 @@ class Recipe:
 
     epochs: int = 30
     batch_size: int = 128
-    """Images per batch and process."""
+    """Images per batch, in each process."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """AdamW needs a smaller learning rate, such as 0.01."""
     lr: float = 0.1
-    """The initial learning rate; the schedule changes it."""
+    """The initial learning rate. onecycle raises it five-fold and ends at a hundredth of it."""
     momentum: float = 0.9
     """For AdamW, the first beta; the second is 0.999."""
     weight_decay: float = 1e-4
@@ -60,7 +60,7 @@ class Recipe:
     """The depth of a wide ResNet, 6 n + 2; None means 20."""
 
     padding: int = 4
-    """Shift training images by up to so many pixels; images from folders are cropped at random instead."""
+    """Shift training images by up to this many pixels; images from folders are cropped at random instead."""
     mixup: Literal["none", "input", "manifold"] = "none"
     """Mix images at the input, or, with "manifold", also after the first or second stage."""
     alpha: float = 6.0
@@ -79,7 +79,7 @@ class Recipe:
     sync_stats: bool = False
     """Compute statistics over all processes together; for batchnorm, on GPUs only."""
     train_limit: int | None = None
-    """Train on so many images, with every class keeping its share."""
+    """Train on this many images; every class keeps its share."""
     test_limit: int | None = None
     image_size: int = 224
     """The size of images from folders."""
