@@ -177,6 +177,16 @@ def test_without_its_norm_an_activation_in_place_leaves_the_shortcut_alone():
     assert torch.allclose(out, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("wrong", [{"calibrate": 3}, {"bias": False}])
+def test_a_conversion_that_fails_changes_nothing(wrong):
+    block = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1))
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), Steps(lambda self, x: self.block(x) + x, block=block))
+    before = repr(model)
+    with pytest.raises((TypeError, ValueError)):
+        convert(model, **wrong)
+    assert repr(model) == before
+
+
 def test_an_activation_that_a_layer_feeds_stays_in_place():
     """Behind a norm that followed a layer it changes only the layer's own output, which nobody else uses."""
     block = nn.Sequential(

@@ -316,6 +316,12 @@ def test_wrong_calls_say_what_is_allowed():
         ValueError, match=r"expected an input of shape \(N, 3, \*in\) or \(3, \*in\) with 2 spatial axes"
     ):
         BF.bal_conv2d(x[:, :2], w)
+    for function, name in ((BF.bal_conv, "bal_conv"), (BF.bal_conv_transpose, "bal_conv_transpose")):
+        for weight in (torch.randn(8, 8), torch.randn(3, 4, 1, 1, 1, 1)):
+            with pytest.raises(ValueError, match=f"{name} takes a weight with 3, 4 or 5 dimensions"):
+                function(x, weight)
+    with pytest.raises(ValueError, match="expected a weight with 2 dimensions"):
+        BF.bal_linear(x, w)
     with pytest.raises(ValueError, match="bal_conv1d takes a weight with 3 dimensions"):
         BF.bal_conv1d(x, w)
     with pytest.raises(ValueError, match=r"expected an input of shape \(\*, 5\)"):
@@ -365,6 +371,13 @@ def test_a_part_of_larger_images_has_the_mass_of_that_part(mass, layout):
     with torch.no_grad():
         torch.testing.assert_close(BF.input_mass(part, 3, **options), BF.input_mass(part.contiguous(), 3, **options))
     torch.testing.assert_close(BF.bal_conv2d(part, w, **options), BF.bal_conv2d(part.contiguous(), w, **options))
+
+
+def test_a_running_mass_elsewhere_is_refused():
+    """C would have read its address, which is nowhere."""
+    x, w = torch.rand(2, 3, 8, 8), torch.randn(4, 3, 3, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="device"):
+        BF.bal_conv2d(x, w, running_mass=torch.ones(1, 3, 1, 1, device="meta"), training=False)
 
 
 def test_a_gain_elsewhere_is_refused():

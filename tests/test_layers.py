@@ -371,6 +371,31 @@ def test_a_state_dict_of_version_0_1_loads_into_a_layer_without_memory():
     torch.testing.assert_close(empty.output_scale, layer.output_scale)
 
 
+def test_parameters_alone_are_taken_as_they_are():
+    """As some averages of weights and some files have them: they were taken for those of version 0.1."""
+    layer = BalNormConv2d(2, 4, 3, track_running_stats=False)
+    layer.gain.data.uniform_(0.5, 2.0)
+    other = BalNormConv2d(2, 4, 3, track_running_stats=False)
+    found = other.load_state_dict(dict(layer.named_parameters()), strict=False)
+    assert found.missing_keys == ["output_scale"]
+    assert torch.equal(other.gain, layer.gain)
+
+
+def test_loaded_statistics_are_checked_when_they_are_saved():
+    layer = BalNormConv2d(2, 4, 3).eval()
+    layer.state_dict()
+    state = {**layer.state_dict(), "running_mass": torch.tensor([[[[1.0]], [[-1.0]]]]), "num_batches_tracked": 1}
+    layer.load_state_dict({name: torch.as_tensor(value) for name, value in state.items()})
+    with pytest.warns(balnorm.BalNormWarning, match="gets negative inputs"):
+        layer.state_dict()
+
+
+def test_a_layer_leaves_its_process_group_when_it_stops_to_synchronise():
+    layer = BalNormConv2d(3, 4, 3, sync_stats=True, process_group=object())
+    layer.sync_stats = False
+    assert (layer.sync_stats, layer.process_group) == (False, None)
+
+
 def test_options_are_attributes():
     layer = BalNormConv2d(3, 4, 3)
     layer.momentum = None

@@ -260,12 +260,13 @@ def test_forked_processes_compute_too():
             {"running_mass": torch.ones(1, 2, 1, 1)},
             r"expected a running mass of shape \(1, 3, 1, 1\), got \(1, 2, 1, 1\)",
         ),
-        ({"running_mass": torch.ones(1, 2, 1, 1), "training": False}, r"expected a mass of shape \(1, 3, 1, 1\)"),
+        ({"running_mass": torch.ones(3), "training": False}, r"expected a running mass of shape \(1, 3, 1, 1\)"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(tensors, message):
+@pytest.mark.parametrize("grad", [True, False])
+def test_tensors_that_do_not_fit_are_refused(tensors, message, backend, grad):
     counter = torch.tensor(0)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message), torch.set_grad_enabled(grad):
         BF.bal_conv2d(
             torch.rand(2, 3, 6, 6), torch.randn(4, 3, 3, 3, requires_grad=True), **tensors, num_batches_tracked=counter
         )

@@ -104,6 +104,8 @@ def test_batchnorm_of_a_quarter_looks_at_the_first_quarter_only():
     assert torch.equal(norm(x)[:2], norm(changed)[:2])
     assert torch.autograd.gradcheck(norm, x.requires_grad_())
     assert QuarterBatchNorm2d(3)(torch.ones(1, 3, 1, 1)).isfinite().all()
+    with pytest.raises(TypeError):
+        QuarterBatchNorm2d(3, affine=False)
 
 
 def test_batchnorm_of_a_quarter_is_exact_far_from_zero_in_bfloat16():

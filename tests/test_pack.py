@@ -125,6 +125,16 @@ def test_runs_that_have_not_ended_are_left_out(study, tmp_path, capsys):
     assert "there is no finished run in" in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_is_named(study, tmp_path, capsys):
+    """The other one of the two was."""
+    packed_copy(study, tmp_path / "packed")
+    (tmp_path / "packed" / "study.json").unlink()
+    (tmp_path / "packed" / "study.json").mkdir()
+    assert main(["pack", str(study), "--out", str(tmp_path / "packed")]) == 1
+    assert "study.json" in (printed := capsys.readouterr().err)
+    assert "metrics.csv" not in printed
+
+
 def test_a_packed_study_never_loses_runs(study, tmp_path, capsys):
     packed_copy(study, tmp_path / "packed")
     before = (tmp_path / "packed" / "metrics.csv").read_bytes()

@@ -459,7 +459,7 @@ def test_a_checkpoint_of_plain_layers_names_the_way_that_works(state):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BalNormWarning)  # no statistics yet
         saved = (plain if state == "batchnorm" else fold(model)).state_dict()
-    way = r"^0 is given the weight of a layer that is not balanced.*balnorm.convert\(model, calibrate=batch\)"
+    way = r"^0 was given the weight of a layer that is not balanced.*balnorm.convert\(model, calibrate=batch\)"
     with pytest.warns(BalNormWarning, match=way) as caught, pytest.raises(RuntimeError, match=r"0\.gain"):
         model.load_state_dict(saved)
     assert len(caught) == 1  # for all layers together

@@ -288,8 +288,9 @@ def data(options: Data) -> int:
         raise ValueError(f"which data set? one of {', '.join(SETS)}, as in `balnorm data {options.action} cifar10`")
     for name in SETS if options.name is None else [options.name]:
         if options.action == "get":
-            for path in download(name, options.root):
+            for path in download(name, options.root):  # which checks them too
                 print(path)
+            continue
         states = check(name, options.root)
         if options.action == "list":
             files = "inside scikit-learn" if not states else ", ".join(sorted(set(states.values())))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from balnorm.core.geometry import by_output
 from balnorm.layers import BalNormLayer, exact_mass
-from balnorm.surgery._model import in_double_precision, input_of_batch, undisturbed
+from balnorm.surgery._model import in_double_precision, input_of_batch, uncompiled, undisturbed
 from balnorm.text_table import text_table
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def balance_report(
         -----  -------------  --------  --------  ----  ----  ----  ----
         0      BalNormConv2d      1.00      1.00  0.00  ...  22.7  1.00
     """
-    model = getattr(model, "_orig_mod", model)  # what was compiled: the hooks below would not be seen
+    model = uncompiled(model)
     names = {module: name for name, module in model.named_modules()}
     rows: list[LayerBalance] = []
     calls: dict[str, int] = defaultdict(int)
@@ -171,15 +172,11 @@ def balance_report(
         rows.append(_measure(label, module, x.detach(), output.detach()))
 
     x = input_of_batch(batch, model)
-    handles: list[Any] = []
-    with undisturbed(model), torch.no_grad():
-        try:
-            watched = [module for module in names if isinstance(module, _ConvNd | nn.Linear | _BatchNorm)]
-            handles.extend(module.register_forward_hook(note, with_kwargs=True, prepend=True) for module in watched)
-            model(x)
-        finally:
-            for handle in handles:
-                handle.remove()
+    with undisturbed(model), torch.no_grad(), ExitStack() as hooks:
+        for module in names:
+            if isinstance(module, _ConvNd | nn.Linear | _BatchNorm):
+                hooks.enter_context(module.register_forward_hook(note, with_kwargs=True, prepend=True))
+        model(x)
     report = BalanceReport(tuple(rows), before)
     if before is not None and [row.layer for row in before.layers] != [row.layer for row in rows]:
         raise ValueError("before= is a report of another model: its layers have other names")

@@ -45,10 +45,12 @@ def load_saved(path: str | Path) -> Saved:
     """
     path = Path(path)
     path = path / "checkpoint.pt" if path.is_dir() else path
-    loaded = load_checkpoint(path, _network)  # so that the previous one is used if this one does not fit
+    networks: list[tuple[Recipe, ImageSpec, nn.Module]] = []
+    # Made while loading, so that the previous checkpoint is used if this one does not fit.
+    loaded = load_checkpoint(path, lambda state: networks.append(_network(state)))
     if loaded is None:
         raise CheckpointError(f"{path} does not exist: give the checkpoint.pt of a run, or its folder")
-    recipe, images, model = _network(loaded.state)
+    recipe, images, model = networks[-1]
     position = loaded.state["position"]
     ended: Literal["unfinished", "finished"] = "finished" if position["epoch"] == recipe.epochs else "unfinished"
     return Saved(

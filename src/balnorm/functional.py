@@ -133,8 +133,8 @@ def bal_conv(
         input: (N, C, \*in) or (C, \*in).
         weight: (D, C / groups, \*kernel).
         bias: (D,) or ``None``.
-        gain: (D,) or ``None`` for ones. It multiplies w'', so it costs no pass over the output. There is no output scale
-            here: for outputs of variance 1, as the layers give, multiply the gain by
+        gain: (D,) or ``None`` for ones. It multiplies w'', so it costs no pass over the output. There is no output
+            scale here: for outputs of variance 1, as from the layers, multiply the gain by
             :func:`balnorm.init.unit_variance_scale`.
         stride, padding, dilation, groups: as in :func:`torch.nn.functional.conv2d`.
         padding_mode: as in :class:`torch.nn.Conv2d`.
@@ -150,7 +150,7 @@ def bal_conv(
         >>> y.mean((0, 2, 3)).abs().max() < 1e-5
         tensor(True)
     """
-    geometry = geometry_of(tuple(weight.shape[2:]), stride, padding, dilation, groups, padding_mode)
+    geometry = geometry_of(_kernel("bal_conv", weight), stride, padding, dilation, groups, padding_mode)
     checked = Options.of("bal_conv()", options)
     plan = Plan(geometry, checked)
     return conv.balanced_conv(input, weight, bias, gain, None, plan, training, running_mass, num_batches_tracked)
@@ -185,7 +185,7 @@ def bal_conv_transpose(
         >>> tuple(y.shape), bool(y.mean((0, 2, 3)).abs().max() < 1e-5)
         ((8, 4, 21, 21), True)
     """
-    kernel = tuple(weight.shape[2:])
+    kernel = _kernel("bal_conv_transpose", weight)
     geometry = geometry_of(kernel, stride, padding, dilation, groups, transposed=True, output_padding=output_padding)
     checked = Options.of("bal_conv_transpose()", options)
     plan = Plan(geometry, checked)
@@ -220,6 +220,12 @@ def bal_linear(
     checked = Options.of("bal_linear()", options)
     plan = Plan(geometry_of(()), checked)
     return conv.balanced_conv(input, weight, bias, gain, None, plan, training, running_mass, num_batches_tracked)
+
+
+def _kernel(name: str, weight: Tensor) -> tuple[int, ...]:
+    if not 3 <= weight.dim() <= 5:
+        raise ValueError(f"{name} takes a weight with 3, 4 or 5 dimensions, got {tuple(weight.shape)}")
+    return tuple(weight.shape[2:])
 
 
 def _over_axes(axes: int, function: FunctionT) -> FunctionT:

@@ -15,10 +15,10 @@ from torch.fx import Proxy
 
 from balnorm.core import conv
 from balnorm.core.balance import balance
-from balnorm.core.geometry import Geometry, geometry_of
+from balnorm.core.geometry import Geometry, channels_of, geometry_of
 from balnorm.core.options import LayerOptions, Options
 from balnorm.core.plan import Plan
-from balnorm.core.torch_private import is_watched, torch_transforms_the_program
+from balnorm.core.torch_private import is_watched, output_padding_for, torch_transforms_the_program
 from balnorm.init import balanced_normal_, unit_variance_scale
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BALANCED",
+    "HAS_HOOKS",
     "BalNormConv1d",
     "BalNormConv2d",
     "BalNormConv3d",
@@ -37,6 +38,10 @@ __all__ = [
     "BalNormWarning",
     "LayerOptions",
     "exact_mass",
+    "is_readable",
+    "layer_geometry",
+    "layer_plan",
+    "warn",
 ]
 
 
@@ -94,9 +99,7 @@ class BalNormLayer(nn.Module):
         self._early_batches = _EARLY_BATCHES
         self._warned: set[str] = set()
         like: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
-        outputs, inputs, kernel = self.weight.shape[0], self.weight.shape[1] * self.groups, self.weight.shape[2:]
-        if self.transposed:
-            outputs, inputs = self.weight.shape[1] * self.groups, self.weight.shape[0]
+        outputs, inputs = channels_of(self.weight, self.groups, self.transposed)
         gain = torch.empty(outputs, **like)
         if self.options.affine:
             self.gain = nn.Parameter(gain)
@@ -105,8 +108,7 @@ class BalNormLayer(nn.Module):
         self.register_buffer("output_scale", torch.empty((), **like))
         running_mass = counter = None
         if self.options.track_running_stats:
-            taps = kernel if self.options.mass == "position" else (1,) * len(kernel)
-            running_mass = torch.empty(1, inputs, *taps, **like)
+            running_mass = torch.empty(self._plan.mass_shape(inputs), **like)
             counter = torch.empty((), device=self.weight.device, dtype=torch.long)
         self.register_buffer("running_mass", running_mass)
         self.register_buffer("num_batches_tracked", counter)
@@ -176,8 +178,8 @@ class BalNormLayer(nn.Module):
         if not torch.compiler.is_compiling():
             if isinstance(input, Proxy):
                 raise TypeError(f"torch.fx cannot trace through a {type(self).__name__}: {_FOLD}, or make it a leaf")
-            # Inside the other if: it must not become a guard. Replicas of nn.DataParallel are new at every step, and
-            # would never stop looking.
+            # Nested, not joined with "and": torch.compile would guard on the counter, and recompile as it counts down.
+            # Replicas of nn.DataParallel are new at every step: their counters would never reach 0.
             if self._early_batches and not getattr(self, "_is_replica", False):
                 self._look_at(input)
         buffers = self._buffers  # at a fraction of what the attributes cost
@@ -277,17 +279,19 @@ class BalNormLayer(nn.Module):
         error_msgs: list[str],
     ) -> None:
         gain, scale = prefix + "gain", prefix + "output_scale"
-        if metadata.get("version", 1) < 2 and gain in state_dict and scale not in state_dict:
+        # Parameters alone, as in some files and averages of weights, do not tell their version: they stay as they are.
+        of_version_1 = metadata.get("version") == 1 or prefix + "running_mass" in state_dict
+        if of_version_1 and gain in state_dict and scale not in state_dict:
             factor = self.output_scale
             if factor.is_meta:
                 factor = torch.full_like(factor, self._initial_scale(), device=state_dict[gain].device)
             state_dict[gain] = state_dict[gain] / factor.to(state_dict[gain])
             state_dict[scale] = factor.clone()
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        first = [key for key in missing_keys if key.endswith("gain")] == [gain]
-        if (
-            first and prefix + "weight" in state_dict
-        ):  # a warning: an error would forbid strict=False, which we cannot see
+        self._unchecked = True
+        # Only a warning: an error would forbid strict=False, which we cannot see here.
+        is_first = [key for key in missing_keys if key.endswith("gain")] == [gain]
+        if is_first and prefix + "weight" in state_dict:
             warn(self, _OF_PLAIN_LAYERS, prefix.rstrip("."))
 
     def extra_repr(self) -> str:
@@ -414,8 +418,7 @@ class _BalNormConvTranspose(BalNormLayer):
         return cls._from_plain(conv, options)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        plan = self._plan if output_size is None else layer_plan(self, input, output_size)
-        return self._forward(input, plan)
+        return self._forward(input, layer_plan(self, input, output_size))
 
     def _unit_variance_scale(self) -> float:
         phases = math.prod(self.stride)
@@ -618,15 +621,13 @@ def layer_geometry(layer: nn.Module, input: Tensor | None = None, output_size: S
     geometry = geometry_of(*(getattr(layer, name) for name in names))
     if output_size is None or not geometry.transposed:
         return geometry
-    axes = len(geometry.kernel)
-    output_padding = layer._output_padding(  # type: ignore[operator]
-        input, list(output_size[-axes:]), layer.stride, layer.padding, geometry.kernel, axes, layer.dilation
-    )
-    return geometry._replace(output_padding=tuple(output_padding))
+    return geometry._replace(output_padding=output_padding_for(layer, input, output_size))
 
 
 def layer_plan(layer: BalNormLayer, input: Tensor, output_size: Sequence[int] | None = None) -> Plan:
     """The plan of a balanced layer for this input and output size."""
+    if output_size is None:
+        return layer._plan
     return Plan(layer_geometry(layer, input, output_size), layer.options)
 
 
@@ -690,7 +691,10 @@ def _option(name: str) -> property:
     def write(layer: BalNormLayer, value: Any) -> None:
         if name in _FIXED:
             raise AttributeError(f"{name} is fixed when the layer is made: the shape of its state depends on it")
-        layer.options = dataclasses.replace(layer.options, **{name: value})
+        changes = {name: value}
+        if name == "sync_stats" and not value:
+            changes["process_group"] = None  # which has no meaning without
+        layer.options = dataclasses.replace(layer.options, **changes)
 
     return property(read, write)
 
@@ -706,7 +710,7 @@ def _signature(layer: type[BalNormLayer]) -> inspect.Signature:
 
 
 for _field in _FIELDS:
-    if _field.name != "output_scale":  # a buffer: what a layer multiplies with may have been measured
+    if _field.name != "output_scale":  # the attribute is the buffer, which scale_to_data() may have changed since
         setattr(BalNormLayer, _field.name, _option(_field.name))
 for _layer in BALANCED.values():
     _layer.__signature__ = _signature(_layer)  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from balnorm.core.geometry import by_output, from_by_output
 
-__all__ = ["autocast_device", "balance", "counts", "inverse_total", "saturate", "without_autocast"]
+__all__ = ["autocast_device", "balance", "counts", "full_gain", "inverse_total", "saturate", "without_autocast"]
 
 
 def balance(
@@ -86,8 +86,13 @@ def balance(
     return saturate(from_by_output((shifted / unit_of_weight) * scale, transposed), weight.dtype)
 
 
+def full_gain(gain: Tensor | None, output_scale: Tensor | None) -> Tensor | None:
+    """The product of what is learned and what is constant; ``None`` is 1. There is no scale without a gain."""
+    return gain if gain is None or output_scale is None else gain * output_scale
+
+
 def counts(value: Tensor, magnitude: Tensor, terms: int) -> Tensor:
-    """Whether a sum of so many terms, whose magnitudes are about ``magnitude``, is more than rounding error.
+    """Whether a sum of this many terms, whose magnitudes are about ``magnitude``, is more than rounding error.
 
     This is the one rule for what can be balanced: the total mass against the sum of its magnitudes, and the
     contribution of the positive weights against their mean. It is false for infinities and NaN, and for numbers so

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from balnorm.core import native, torch_backend
-from balnorm.core.balance import autocast_device, balance, saturate, without_autocast
+from balnorm.core.balance import autocast_device, balance, full_gain, saturate, without_autocast
 from balnorm.core.mass import batch_mass
 from balnorm.core.matrix import WeightMatrix
 from balnorm.core.plan import Call
-from balnorm.core.torch_private import apply_function, is_batched_gradient
+from balnorm.core.torch_private import apply_function, is_batched_gradient, is_view
 
 __all__ = ["closed_form_conv"]
 
@@ -58,11 +58,11 @@ class _ClosedForm(torch.autograd.Function):
     ) -> Tensor:
         geometry = call.plan.geometry
         matrix = WeightMatrix.of(weight, geometry)
-        backend = native if native.takes(x, weight, gain) else torch_backend
+        backend = native if native.takes(x, weight, gain, given_mass, call.output_scale) else torch_backend
         kernels, saved = backend.forward(x, matrix, gain, given_mass, call)
         low_bias = None if bias is None else saturate(bias, x.dtype)
         y = geometry.convolve(x, matrix.weight(kernels), low_bias)
-        if y._is_view():
+        if is_view(y):
             # As conv1d returns it: the same memory as a tensor of its own, which may be changed in place.
             y = y.new_empty(0).set_(y)  # type: ignore[call-overload]
         ctx.call, ctx.backend, ctx.bias_dtype = call, backend, None if bias is None else bias.dtype
@@ -122,8 +122,8 @@ def _plain_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         views: list[Any] = [None if t is None else t[...] for t in ctx.saved_tensors[:4]]
         x, weight, gain, given_mass = views
         mass = batch_mass(x, samples, geometry, plan.kind) if given_mass is None else given_mass
-        full_gain = gain if output_scale is None else gain * output_scale
-        effective = balance(weight, mass, full_gain, one_pass, geometry.groups, transposed=geometry.transposed)
+        gains = full_gain(gain, output_scale)
+        effective = balance(weight, mass, gains, one_pass, geometry.groups, transposed=geometry.transposed)
         y = geometry.convolve(x, saturate(effective, x.dtype), None)
 
     needs_x, needs_weight, needs_bias, needs_gain, needs_mass, _ = ctx.needs_input_grad

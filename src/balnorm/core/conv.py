@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from balnorm.core.balance import autocast_device, balance, saturate, without_autocast
+from balnorm.core.balance import autocast_device, balance, full_gain, saturate, without_autocast
 from balnorm.core.closed_form import closed_form_conv
-from balnorm.core.geometry import Geometry
+from balnorm.core.geometry import Geometry, channels_of
 from balnorm.core.mass import Processes, batch_mass, leading_samples, update_running_mass
 from balnorm.core.options import Options
 from balnorm.core.plan import Call, Plan, Running
@@ -42,7 +42,7 @@ def balanced_conv(
         running_mass, num_batches_tracked: the buffers, changed in place.
     """
     geometry, options = plan.geometry, plan.options
-    _check_shapes(input, weight, gain, geometry)
+    _check_shapes(input, weight, gain, running_mass, plan)
     x, samples = _batched(input, geometry, options.stats_fraction)
     compute_dtype, autocast = weight.dtype, autocast_device(x)
     if autocast is not None and x.is_floating_point() and x.dtype != torch.float64:
@@ -73,9 +73,8 @@ def balanced_conv(
             assert mass is not None
             if running is not None:
                 update_running_mass(running.mass, running.batches, mass, options.momentum)
-            full_gain = gain if gain is None or output_scale is None else gain * output_scale
-            groups, transposed = geometry.groups, geometry.transposed
-            effective = balance(weight, mass, full_gain, options.one_pass, groups, transposed=transposed)
+            gains, groups, transposed = full_gain(gain, output_scale), geometry.groups, geometry.transposed
+            effective = balance(weight, mass, gains, options.one_pass, groups, transposed=transposed)
             low_bias = None if bias is None else saturate(bias, compute_dtype)
             y = plan.geometry.convolve(x, saturate(effective, compute_dtype), low_bias)
     if not geometry.kernel:
@@ -112,20 +111,23 @@ def _batched(input: Tensor, geometry: Geometry, fraction: float) -> tuple[Tensor
     return x, leading_samples(x.shape[0], fraction)
 
 
-def _check_shapes(input: Tensor, weight: Tensor, gain: Tensor | None, geometry: Geometry) -> None:
-    axes = len(geometry.kernel)
-    if axes == 0:
-        outputs, channels = weight.shape
-        fits = input.dim() >= 1 and input.shape[-1] == channels
+def _check_shapes(input: Tensor, weight: Tensor, gain: Tensor | None, running_mass: Tensor | None, plan: Plan) -> None:
+    """Whatever passes, C reads and writes inside of these tensors only."""
+    geometry, axes = plan.geometry, len(plan.geometry.kernel)
+    if weight.dim() != axes + 2:
+        raise ValueError(f"expected a weight with {axes + 2} dimensions, got {tuple(weight.shape)}")
+    if weight.shape[0] % geometry.groups:
+        raise ValueError(f"a weight of shape {tuple(weight.shape)} does not divide into {geometry.groups} groups")
+    outputs, inputs = channels_of(weight, geometry.groups, geometry.transposed)
+    if axes:
+        fits = axes < input.dim() <= axes + 2 and input.shape[-axes - 1] == inputs
     else:
-        outputs, channels = weight.shape[0], weight.shape[1] * geometry.groups
-        if geometry.transposed:
-            outputs, channels = weight.shape[1] * geometry.groups, weight.shape[0]
-        if weight.shape[0] % geometry.groups:
-            raise ValueError(f"a weight of shape {tuple(weight.shape)} does not divide into {geometry.groups} groups")
-        fits = axes < input.dim() <= axes + 2 and input.shape[-axes - 1] == channels
+        fits = input.dim() >= 1 and input.shape[-1] == inputs
     if not fits:
-        expected = f"(N, {channels}, *in) or ({channels}, *in) with {axes} spatial axes" if axes else f"(*, {channels})"
+        expected = f"(N, {inputs}, *in) or ({inputs}, *in) with {axes} spatial axes" if axes else f"(*, {inputs})"
         raise ValueError(f"expected an input of shape {expected}, got {tuple(input.shape)}")
     if gain is not None and gain.shape != (outputs,):
         raise ValueError(f"expected a gain of shape ({outputs},), got {tuple(gain.shape)}")
+    if running_mass is not None and running_mass.shape != plan.mass_shape(inputs):
+        expected = str(plan.mass_shape(inputs))
+        raise ValueError(f"expected a running mass of shape {expected}, got {tuple(running_mass.shape)}")

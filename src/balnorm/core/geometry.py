@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from balnorm.core.options import MassKind
 from balnorm.core.torch_private import torch_transforms_the_program
 
-__all__ = ["Geometry", "by_output", "from_by_output", "geometry_of", "per_axis"]
+__all__ = ["Geometry", "by_output", "channels_of", "from_by_output", "geometry_of", "over_space", "per_axis"]
 
 
 class Geometry(NamedTuple):
@@ -56,52 +57,52 @@ class Geometry(NamedTuple):
             for n, k, s, p, d in zip(size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         )
 
-    def outputs_per_sample(self, size: Sequence[int]) -> int:
-        """Output elements of a channel: what turns the inputs that a tap meets into its ``position`` mass."""
+    def divisor(self, size: Sequence[int], kind: MassKind) -> int:
+        """What each sample adds to the divisor of the mass: its output elements; for ``channel``, times the stride.
+
+        A tap meets one input in as many as the stride has steps; a tap of a transposed convolution meets every input.
+        So summed over the batch, this is the paper's r.
+        """
         sizes = self.output_size(size)
         if not torch_transforms_the_program() and any(n < 0 for n in sizes):
             raise RuntimeError(f"a kernel of size {self.kernel} does not fit an input of size {tuple(size)}")
-        return math.prod(sizes)
-
-    def meetings_per_sample(self, size: Sequence[int]) -> int:
-        """The paper's r: what turns the sum of an input channel into its ``channel`` mass.
-
-        A tap meets one input in as many as the stride has steps; a tap of a transposed convolution meets every input.
-        """
-        return self.outputs_per_sample(size) * self._steps
+        return math.prod(sizes) * (1 if kind == "position" else self._steps)
 
     def exceeds(self, size: Sequence[int]) -> bool:
         """Whether the kernel is larger than the image that it is laid over, along any axis.
 
-        Its outer taps then meet little but zeros. The image is the input (here of size ``size``), and for a
-        transposed convolution the output; padding that repeats the image is more of it, not zeros.
+        Its outer taps then meet little but zeros, and the few taps that meet anything would carry the whole output.
+        Networks do not train that way, so :meth:`gather` shares the image evenly among the taps. The image is the input
+        (here of size ``size``), and for a transposed convolution the output; padding that repeats the image is more of
+        it, not zeros.
         """
         image = self.output_size(size) if self.transposed else size
         sides = zip(image, self.kernel, self.dilation, strict=True)
         return self.padding_mode == "zeros" and any(n <= d * (k - 1) for n, k, d in sides)
 
-    def gather(self, field: Tensor) -> Tensor:
-        """For each tap of the kernel, the sum of the inputs that it multiplies: (1, C, *in) to (1, C, *kernel)."""
+    def gather(self, field: Tensor, *, exact: bool = False) -> Tensor:
+        """For each tap of the kernel, the sum of the inputs that it multiplies: (1, C, *in) to (1, C, *kernel).
+
+        Where the kernel :meth:`exceeds` the image, each tap gets the same part of the whole channel, unless ``exact``.
+        """
+        if not exact and self.exceeds(field.shape[2:]):
+            return (over_space(field) / self._steps).expand(*field.shape[:2], *self.kernel)
         if self.pads_beforehand:
-            return self.padded().gather(self.pad(field))
+            return self.padded().gather(self.pad(field), exact=True)
         for meetings in self._meetings(field.shape[2:], field):
             field = field.movedim(2, -1) @ meetings.mT  # the first spatial axis goes, an axis of the kernel comes last
         return field
 
     def scatter(self, taps: Tensor, size: Sequence[int]) -> Tensor:
-        """The adjoint of :meth:`gather`, (1, C, *kernel) to (1, C, *in), of a geometry that does not pad beforehand."""
+        """The adjoint of :meth:`gather`, of a geometry that does not pad beforehand.
+
+        It takes (1, C, *kernel) to (1, C, *in), or to (1, C, 1, ..., 1) where that is constant.
+        """
+        if self.exceeds(size):
+            return over_space(taps) / self._steps
         for meetings in reversed(self._meetings(size, taps)):
             taps = (taps @ meetings).movedim(-1, 2)
         return taps
-
-    def gather_evenly(self, field: Tensor) -> Tensor:
-        """What :meth:`gather` would give if all taps of a channel met the same: their share of the whole channel."""
-        whole = field.sum(tuple(range(2, field.dim())), keepdim=True) / self._steps
-        return whole.expand(*field.shape[:2], *self.kernel)
-
-    def scatter_evenly(self, taps: Tensor) -> Tensor:
-        """The adjoint of :meth:`gather_evenly`: (1, C, *kernel) to (1, C, 1, ..., 1), a constant for each channel."""
-        return taps.sum(tuple(range(2, taps.dim())), keepdim=True) / self._steps
 
     @property
     def _steps(self) -> int:
@@ -214,6 +215,17 @@ def per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
     if len(values) != axes:
         raise ValueError(f"expected an int or {axes} of them, got {value!r}")
     return values
+
+
+def over_space(x: Tensor) -> Tensor:
+    """``x`` (N, C, *in) summed over its spatial axes, to (N, C, 1, ..., 1)."""
+    return x.sum(tuple(range(2, x.dim())), keepdim=True) if x.dim() > 2 else x
+
+
+def channels_of(weight: Tensor, groups: int, transposed: bool) -> tuple[int, int]:
+    """How many output and input channels a layer with this weight has."""
+    first, second = weight.shape[0], weight.shape[1] * groups
+    return (second, first) if transposed else (first, second)
 
 
 def by_output(weight: Tensor, groups: int, transposed: bool) -> Tensor:

@@ -50,7 +50,7 @@ EXPORT int balnorm_interface(void) { return 3; }
 
 EXPORT void balnorm_use_threads(parallel_for_t address) { parallel_for = address; }
 
-enum { WORTH_A_THREAD = 65536, MOST_BLOCKS = 64, ROW_RUN = 1024 };
+enum { WORTH_A_THREAD = 65536, MOST_BLOCKS = 64, ROW_RUN = 1024, CHUNK = 2048 };
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -101,7 +101,7 @@ typedef struct {
 typedef struct {
   rows_t rows;
   int64_t mass;                       /* address of the mass to balance for */
-  int64_t running, batches;           /* addresses of the moving average and its counter, or 0 */
+  int64_t running, batches;           /* addresses of the moving average and its counter, both or neither */
   int64_t running_input, running_tap; /* strides of the moving average */
   double momentum;                    /* below 0: the plain average */
   samples_t samples;                  /* where to take the mass from; x is 0 where it is given */
@@ -247,12 +247,10 @@ typedef struct {
   int64_t samples, size;
 } NAME(images_t);
 
-enum { NAME(CHUNK) = 2048 };
-
 static void NAME(sum_chunks)(int64_t begin, int64_t end, void *context) {
   NAME(images_t) *s = context;
   for (int64_t b = begin; b < end; b++) {
-    int64_t from = b * NAME(CHUNK), length = smaller(s->size - from, NAME(CHUNK));
+    int64_t from = b * CHUNK, length = smaller(s->size - from, CHUNK);
     NAME(sum_images)(s->x + from, s->samples, s->size, length, s->field + from);
   }
 }
@@ -315,65 +313,62 @@ static void NAME(scatter)(int64_t begin, int64_t end, void *context) {
 
 /* ---- Mass ------------------------------------------------------------------------------------------------------- */
 
-static int NAME(take_mass)(const samples_t *m) {
+static int NAME(channel_mass)(const samples_t *m) {
   const SAMPLE *x = P(const SAMPLE, m->x);
   REAL *mass = P(REAL, m->mass);
   const axis_t *ax = m->axes;
-  int64_t inputs = m->inputs, space = ax[0].n * ax[1].n * ax[2].n, size = inputs * space;
-  if (!m->position) {
-    int64_t planes = m->last ? 1 : m->samples * inputs; /* planes of one channel each, or one long list of pixels */
-    int64_t period = m->last ? inputs * larger(1, 512 / inputs) : space;
-    int64_t repeats = m->last ? m->samples * size / period : 1;
-    int64_t blocks = m->last ? larger(1, smaller(MOST_BLOCKS, repeats * period / WORTH_A_THREAD)) : planes;
-    double *totals = calloc(larger(1, m->last ? blocks * period : planes), sizeof(double));
-    double *sums = calloc(inputs, sizeof(double));
-    int failed = !totals || !sums;
-    if (!failed) {
-      NAME(blocks_t) s = {x, repeats, period, blocks, 0, totals};
-      if (m->last)
-        parallel_for(0, blocks, 1, NAME(sum_blocks), &s);
-      else
-        parallel_for(0, blocks, WORTH_A_THREAD / larger(1, space) + 1, NAME(sum_planes), &s);
-      failed = s.failed;
-      if (m->last) {
-        for (int64_t b = 0; b < blocks; b++)
-          for (int64_t j = 0; j < period; j++) sums[j % inputs] += totals[b * period + j];
-        const SAMPLE *rest = x + repeats * period;
-        for (int64_t j = 0; j < m->samples * size - repeats * period; j++) sums[j % inputs] += READ(rest[j]);
-      } else {
-        for (int64_t b = 0; b < planes; b++) sums[b % inputs] += totals[b];
-      }
-      for (int64_t j = 0; j < inputs; j++) mass[j] = (REAL)(sums[j] / m->count);
+  int64_t inputs = m->inputs, space = ax[0].n * ax[1].n * ax[2].n, length = m->samples * inputs * space;
+  int64_t planes = m->samples * inputs; /* of one channel each; with channels last, one long list of pixels instead */
+  int64_t period = m->last ? inputs * larger(1, 512 / inputs) : space;
+  int64_t repeats = m->last ? length / period : 1;
+  int64_t blocks = m->last ? larger(1, smaller(MOST_BLOCKS, repeats * period / WORTH_A_THREAD)) : planes;
+  double *totals = calloc(m->last ? blocks * period : planes, sizeof(double));
+  double *sums = calloc(inputs, sizeof(double));
+  int failed = !totals || !sums;
+  if (!failed) {
+    NAME(blocks_t) s = {x, repeats, period, blocks, 0, totals};
+    if (m->last)
+      parallel_for(0, blocks, 1, NAME(sum_blocks), &s);
+    else
+      parallel_for(0, blocks, WORTH_A_THREAD / space + 1, NAME(sum_planes), &s);
+    failed = s.failed;
+    if (m->last) {
+      for (int64_t b = 0; b < blocks; b++)
+        for (int64_t j = 0; j < period; j++) sums[j % inputs] += totals[b * period + j];
+      const SAMPLE *rest = x + repeats * period;
+      for (int64_t j = 0; j < length - repeats * period; j++) sums[j % inputs] += READ(rest[j]);
+    } else {
+      for (int64_t b = 0; b < planes; b++) sums[b % inputs] += totals[b];
     }
-    free(totals);
-    free(sums);
-    return failed;
+    for (int64_t j = 0; j < inputs; j++) mass[j] = (REAL)(sums[j] / m->count);
   }
-  /* Sum the samples to one image, then reduce one axis after the other to its taps, the fastest first. */
+  free(totals);
+  free(sums);
+  return failed;
+}
+
+/* Sum the samples to one image, then reduce one axis after the other to its taps, the fastest first. */
+static int NAME(position_mass)(const samples_t *m) {
+  const SAMPLE *x = P(const SAMPLE, m->x);
+  REAL *mass = P(REAL, m->mass);
+  const axis_t *ax = m->axes;
+  int64_t inputs = m->inputs, size = inputs * ax[0].n * ax[1].n * ax[2].n;
+  int64_t taps = ax[0].k * ax[1].k * ax[2].k, inner = m->last ? inputs : 1, outer = m->last ? 1 : inputs;
   int64_t largest = inputs * ax[0].n * ax[1].n * ax[2].k;
-  REAL *field = malloc(sizeof(REAL) * size), *a = malloc(sizeof(REAL) * largest);
+  REAL *field = malloc(sizeof(REAL) * size), *a = malloc(sizeof(REAL) * larger(largest, inputs * taps));
   REAL *b = malloc(sizeof(REAL) * inputs * ax[0].n * ax[1].k * ax[2].k);
   int failed = !field || !a || !b;
   if (!failed) {
-    int64_t taps = ax[0].k * ax[1].k * ax[2].k, inner = m->last ? inputs : 1, outer = m->last ? 1 : inputs;
     NAME(images_t) s = {x, field, m->samples, size};
-    parallel_for(0, ceiling(size, NAME(CHUNK)), WORTH_A_THREAD / (NAME(CHUNK) * larger(1, m->samples)) + 1,
-                 NAME(sum_chunks), &s);
+    parallel_for(0, ceiling(size, CHUNK), WORTH_A_THREAD / (CHUNK * m->samples) + 1, NAME(sum_chunks), &s);
     NAME(along_t) s2 = {&ax[2], field, a, inner}, s1 = {&ax[1], a, b, inner * ax[2].k};
     NAME(along_t) s0 = {&ax[0], b, m->last ? a : mass, inner * ax[2].k * ax[1].k};
     parallel_for(0, outer * ax[0].n * ax[1].n, WORTH_A_THREAD / (ax[2].n * inner) + 1, NAME(gather), &s2);
     parallel_for(0, outer * ax[0].n, WORTH_A_THREAD / (ax[1].n * s1.inner) + 1, NAME(gather), &s1);
-    if (m->last && inputs * taps > largest) { /* more taps than inputs along the slowest axis */
-      REAL *more = realloc(a, sizeof(REAL) * inputs * taps);
-      failed = !more;
-      if (more) a = s0.out = more;
-    }
-    if (!failed) {
-      NAME(gather)(0, outer, &s0);
-      for (int64_t c = 0; m->last && c < inputs; c++)
-        for (int64_t t = 0; t < taps; t++) mass[c * taps + t] = a[t * inputs + c];
-      for (int64_t j = 0; j < inputs * taps; j++) mass[j] = (REAL)(mass[j] / m->count);
-    }
+    NAME(gather)(0, outer, &s0);
+    for (int64_t c = 0; m->last && c < inputs; c++)
+      for (int64_t t = 0; t < taps; t++) mass[c * taps + t] = a[t * inputs + c];
+    for (int64_t j = 0; j < inputs * taps; j++) mass[j] = (REAL)(mass[j] / m->count);
   }
   free(field);
   free(a);
@@ -410,24 +405,24 @@ static void NAME(add_planes)(int64_t begin, int64_t end, void *context) {
     NAME(add_constant)(s->dx + b * s->period, s->pattern[b % s->inputs], s->period);
 }
 
-static int NAME(hand_on)(const samples_t *m, const REAL *dmass) {
+static int NAME(add_mass_gradient)(const samples_t *m, const REAL *dmass) {
   const axis_t *ax = m->axes;
   int64_t inputs = m->inputs, space = ax[0].n * ax[1].n * ax[2].n, size = inputs * space, length = m->samples * size;
   int64_t taps = m->position ? ax[0].k * ax[1].k * ax[2].k : 1, inner = m->last ? inputs : 1;
   int64_t outer = m->last ? 1 : inputs;
   int64_t period = m->position ? size : m->last ? inputs * larger(1, 1024 / inputs) : space;
-  REAL *taps_first = malloc(sizeof(REAL) * inputs * taps), *pattern = 0, *a = 0, *b = 0;
-  int failed = !taps_first;
+  REAL *per_input = malloc(sizeof(REAL) * inputs * taps), *pattern = 0, *a = 0, *b = 0;
+  int failed = !per_input;
   for (int64_t c = 0; !failed && c < inputs; c++)
     for (int64_t t = 0; t < taps; t++)
-      taps_first[m->last ? t * inputs + c : c * taps + t] = (REAL)(dmass[c * taps + t] / m->count);
+      per_input[m->last ? t * inputs + c : c * taps + t] = (REAL)(dmass[c * taps + t] / m->count);
   if (!failed && m->position) {
     a = malloc(sizeof(REAL) * inputs * ax[0].n * ax[1].k * ax[2].k);
     b = malloc(sizeof(REAL) * inputs * ax[0].n * ax[1].n * ax[2].k);
     pattern = malloc(sizeof(REAL) * size);
     failed = !a || !b || !pattern;
     if (!failed) {
-      NAME(along_t) s0 = {&ax[0], taps_first, a, inner * ax[2].k * ax[1].k};
+      NAME(along_t) s0 = {&ax[0], per_input, a, inner * ax[2].k * ax[1].k};
       NAME(along_t) s1 = {&ax[1], a, b, inner * ax[2].k}, s2 = {&ax[2], b, pattern, inner};
       NAME(scatter)(0, outer, &s0);
       NAME(scatter)(0, outer * ax[0].n, &s1);
@@ -436,14 +431,14 @@ static int NAME(hand_on)(const samples_t *m, const REAL *dmass) {
   } else if (!failed && m->last) {
     pattern = malloc(sizeof(REAL) * period);
     failed = !pattern;
-    for (int64_t j = 0; !failed && j < period; j++) pattern[j] = taps_first[j % inputs];
+    for (int64_t j = 0; !failed && j < period; j++) pattern[j] = per_input[j % inputs];
   }
   if (!failed) {
-    NAME(add_t) s = {P(SAMPLE, m->x), pattern ? pattern : taps_first, length, period, inputs};
+    NAME(add_t) s = {P(SAMPLE, m->x), pattern ? pattern : per_input, length, period, inputs};
     parallel_for(0, ceiling(length, period), WORTH_A_THREAD / larger(1, period) + 1,
                  pattern ? NAME(add_periods) : NAME(add_planes), &s);
   }
-  free(taps_first);
+  free(per_input);
   free(pattern);
   free(a);
   free(b);
@@ -548,11 +543,8 @@ static void NAME(track)(const forward_t *f, const REAL *mass) {
   int64_t *batches = P(int64_t, f->batches), inputs = r->inputs * r->groups, taps = r->position ? r->taps : 1;
   for (int64_t j = 0; j < inputs * taps; j++) total += mass[j];
   if (!(fabs((double)total) <= LARGEST)) return;
-  REAL rate = (REAL)f->momentum;
-  if (batches) {
-    *batches += 1;
-    rate = (REAL)1 / *batches < rate ? rate : (REAL)1 / *batches;
-  }
+  *batches += 1;
+  REAL plain = (REAL)1 / *batches, rate = (REAL)f->momentum > plain ? (REAL)f->momentum : plain;
   for (int64_t c = 0; c < inputs; c++)
     for (int64_t t = 0; t < taps; t++) {
       REAL *value = running + c * f->running_input + t * f->running_tap;
@@ -567,12 +559,12 @@ EXPORT int NAME(balnorm_forward)(const forward_t *f) {
   NAME(rows_t) s = NAME(unpack)(r);
   const REAL *mass = P(const REAL, f->mass);
   int64_t inputs = r->inputs, taps = r->taps, stored = r->position ? taps : 1;
-  if (f->samples.x && NAME(take_mass)(&f->samples)) return 1;
+  if (f->samples.x && (r->position ? NAME(position_mass) : NAME(channel_mass))(&f->samples)) return 1;
   if (f->running) NAME(track)(f, mass);
   for (int64_t group = 0; group < r->groups; group++) {
     const REAL *m = mass + group * inputs * stored;
     REAL *p = s.share + group * s.n;
-    double exact = 0, magnitude = 0; /* one by one, so in double precision: the rule for zero allows less error */
+    double exact = 0, magnitude = 0; /* in double: added one by one, floats lose more than the rule for zero allows */
     for (int64_t c = 0; c < inputs; c++)
       for (int64_t t = 0; t < taps; t++) {
         REAL value = m[c * stored + (r->position ? t : 0)];
@@ -671,7 +663,7 @@ EXPORT int NAME(balnorm_backward)(const backward_t *a) {
       if (!r->position) dmass[group * inputs + c] = -sum * s.inverse_total[group];
     }
   }
-  int failed = a->samples.x ? NAME(hand_on)(&a->samples, dmass) : 0;
+  int failed = a->samples.x ? NAME(add_mass_gradient)(&a->samples, dmass) : 0;
   free(s.columns);
   return failed;
 }

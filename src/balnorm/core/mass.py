@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from balnorm.core.geometry import Geometry
+from balnorm.core.geometry import Geometry, over_space
 from balnorm.core.options import MassKind
 from balnorm.core.torch_private import sum_over_processes
 
@@ -40,20 +40,16 @@ def batch_mass(
         kind: ``"channel"`` or ``"position"``.
         signed: take the mass of ``|x|``.
         among: the processes to sum over, a tuple of one group; ``None`` is this process alone.
-        exact: count by position even where the kernel is larger than the image. Weights are never balanced for that:
-            the few taps that meet anything would carry the whole output, and networks do not train that way.
+        exact: count by position even where the kernel :meth:`~Geometry.exceeds` the image. Weights are never balanced
+            for that.
 
     Returns:
         (1, C, 1, ..., 1) for ``channel``, (1, C, *kernel) for ``position``, in float32 or wider. NaN without samples.
     """
     counted = x if samples == x.shape[0] else x[:samples]
     sums = _sum_over_samples(counted.abs() if signed else counted)
-    if kind == "position":
-        evenly = not exact and geometry.exceeds(x.shape[2:])
-        sums = geometry.gather_evenly(sums) if evenly else geometry.gather(sums)
-    elif geometry.kernel:
-        sums = sums.sum(tuple(range(2, sums.dim())), keepdim=True)
-    count = samples * _divisor(geometry, kind, x.shape[2:])
+    sums = geometry.gather(sums, exact=exact) if kind == "position" else over_space(sums)
+    count = samples * geometry.divisor(x.shape[2:], kind)
     return sums / count if among is None else _mean_over_processes(sums, count, *among)
 
 
@@ -65,11 +61,9 @@ def add_mass_gradient(dx: Tensor, dmass: Tensor, samples: int, geometry: Geometr
     size = dx.shape[2:]
     if samples == 0:
         return
-    per_input = dmass / (samples * _divisor(geometry, kind, size))
-    field = per_input
+    field = dmass / (samples * geometry.divisor(size, kind))
     if kind == "position":
-        evenly = geometry.exceeds(size)
-        field = geometry.scatter_evenly(per_input) if evenly else geometry.scatter(per_input, size)
+        field = geometry.scatter(field, size)
     if dx.dim() == 4 and dx.stride(1) == 1:
         field = field.contiguous(memory_format=torch.channels_last)
     dx[:samples].add_(field)
@@ -91,13 +85,13 @@ def update_running_mass(
         if mass.dtype != running_mass.dtype:
             mass = mass.to(running_mass.dtype)
         total = mass.sum(dtype=torch.promote_types(mass.dtype, torch.float32))
-        finite = (total - total) == 0
+        finite = (total - total) == 0  # as isfinite, in fewer calls
         mass = torch.where(finite, mass, running_mass)
         if num_batches_tracked is None:
             running_mass.lerp_(mass, float(momentum))  # type: ignore[arg-type]
             return
         num_batches_tracked.add_(finite)
-        # at most 1, for a count of 0 when the very first mass is not finite
+        # at most 1: if the very first mass is not finite, the count is 0 and its reciprocal infinite
         rate = num_batches_tracked.to(total.dtype).reciprocal().clamp_(momentum, 1.0)
         running_mass.lerp_(mass, rate.to(mass.dtype))
 
@@ -111,10 +105,6 @@ def _mean_over_processes(sums: Tensor, count: int, group: ProcessGroup | None) -
     """``sums / count``, with both summed over the processes of ``group`` in one differentiable collective."""
     flat = sum_over_processes(torch.cat([sums.flatten(), sums.new_full((1,), count)]), group)
     return flat[:-1].view_as(sums) / flat[-1]
-
-
-def _divisor(geometry: Geometry, kind: MassKind, size: torch.Size) -> int:
-    return geometry.outputs_per_sample(size) if kind == "position" else geometry.meetings_per_sample(size)
 
 
 def _sum_over_samples(x: Tensor) -> Tensor:

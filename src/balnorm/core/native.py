@@ -49,14 +49,14 @@ _COMPILED = {
 """The types REAL and SAMPLE that kernels.c is compiled for, and the suffix of its functions."""
 
 
-def takes(x: Tensor, weight: Tensor, gain: Tensor | None) -> bool:
+def takes(*tensors: Tensor | None) -> bool:
     """Whether C can read these tensors: they are on the CPU, and not of a subclass that only looks like a tensor.
 
     A dispatch mode has to see every operation, so under one torch's operations do the work.
     """
-    if _library is None or not (x.is_cpu and weight.is_cpu and (gain is None or gain.is_cpu)) or is_watched():
+    if _library is None or is_watched():
         return False
-    return type(x) in _PLAIN and type(weight) in _PLAIN
+    return all(tensor is None or (tensor.is_cpu and type(tensor) in _PLAIN) for tensor in tensors)
 
 
 def status() -> str:
@@ -72,23 +72,18 @@ def forward(
     gain, output_scale = _as(gain, dtype), _as(call.output_scale, dtype)
     types = _types(dtype, x.dtype)
     saved, result = values.new_empty(shape.size), torch.empty_like(values, dtype=types[1])
-    mass, samples = None, _NOWHERE
-    # The mass is not needed later, but one allocation is enough.
-    address = saved.data_ptr() + (shape.size - shape.masses) * shape.item
+    room = saved[shape.size - shape.masses :]  # backward needs no mass, but this spares an allocation
+    mass, samples = room, _NOWHERE
     if given_mass is not None:
         mass = given_mass.to(dtype).contiguous()
-        address = mass.data_ptr()
-        if mass.numel() != shape.masses:
-            raise ValueError(f"expected a mass of shape {shape.mass}, got {tuple(mass.shape)}")
     elif (layout := _layout(x, types, call)) is not None:
-        samples = _SAMPLES.pack(x.data_ptr(), address) + layout
+        samples = _SAMPLES.pack(x.data_ptr(), mass.data_ptr()) + layout  # C takes the mass first
     else:
-        mass = saved[shape.size - shape.masses :].copy_(batch_mass(x, call.samples, plan.geometry, plan.kind).flatten())
-    average = _UNTRACKED if running is None else _average(running, shape, dtype, plan.options.momentum)
+        mass.copy_(batch_mass(x, call.samples, plan.geometry, plan.kind).flatten())
+    average = _UNTRACKED if running is None else _average(running, dtype, plan.options.momentum)
     rows = shape.pack(values, gain, output_scale, saved, result.data_ptr())
-    _call("forward", types, rows + _MASS.pack(address, *average) + samples)
+    _call("forward", types, rows + _MASS.pack(mass.data_ptr(), *average) + samples)
     if running is not None and average is _UNTRACKED:
-        mass = saved[shape.size - shape.masses :] if mass is None else mass
         update_running_mass(running.mass, running.batches, mass.view(running.mass.shape), plan.options.momentum)
     return saturate(result, x.dtype), (saved,)
 
@@ -131,7 +126,6 @@ class _Shape(NamedTuple):
     mass: tuple[int, ...]
     masses: int
     size: int
-    item: int
     starts: tuple[int, ...]
 
     def pack(
@@ -161,13 +155,13 @@ def _shape(matrix: WeightMatrix, plan: Plan) -> _Shape:
     if found is None:
         outputs, inputs, *kernel = values.shape
         groups, taps, position = matrix.groups, math.prod(kernel), plan.kind == "position"
-        mass = (1, groups * inputs, *(kernel if position else (1,) * len(kernel)))
+        mass = plan.mass_shape(groups * inputs)
         share, masses, item = groups * inputs * taps, math.prod(mass), values.element_size()
         starts = (0, share, share + groups, share + groups + outputs, share + groups + 2 * outputs)
         one_pass = plan.options.one_pass
         packed = _ROWS_SHAPE.pack(outputs, groups, inputs, taps, matrix.channels_last, position, one_pass)
         size = share + groups + 3 * outputs + masses
-        found = plan.shapes[key] = _Shape(packed, mass, masses, size, item, tuple(item * start for start in starts))
+        found = plan.shapes[key] = _Shape(packed, mass, masses, size, tuple(item * start for start in starts))
     return found
 
 
@@ -212,8 +206,8 @@ def _dense_layout(shape: torch.Size, strides: tuple[int, ...], samples: int, pla
     for axis, n in enumerate(size):
         stride, padding, dilation = geometry.stride[axis], geometry.padding[axis][0], geometry.dilation[axis]
         axes += [n, outputs[axis], geometry.kernel[axis], stride, padding, dilation, geometry.transposed]
-    per_sample = geometry.outputs_per_sample(size) if position else geometry.meetings_per_sample(size)
-    return _SAMPLES_SHAPE.pack(samples, channels, last, position, *axes, float(samples * per_sample))
+    divisor = float(samples * geometry.divisor(size, plan.kind))
+    return _SAMPLES_SHAPE.pack(samples, channels, last, position, *axes, divisor)
 
 
 def _same(shape: torch.Size, strides: tuple[int, ...], expected: tuple[int, ...]) -> bool:
@@ -224,13 +218,9 @@ def _same(shape: torch.Size, strides: tuple[int, ...], expected: tuple[int, ...]
 _UNTRACKED = (0, 0, 0, 0, 0.0)
 
 
-def _average(
-    running: Running, shape: _Shape, dtype: torch.dtype, momentum: float | None
-) -> tuple[int, int, int, int, float]:
+def _average(running: Running, dtype: torch.dtype, momentum: float | None) -> tuple[int, int, int, int, float]:
     """The part of ``forward_t`` about the moving average, or ``_UNTRACKED`` where C cannot update it."""
     mass, batches = running
-    if mass.numel() != shape.masses:
-        raise ValueError(f"expected a running mass of shape {shape.mass}, got {tuple(mass.shape)}")
     if batches is None or batches.dtype != torch.int64 or mass.dtype != dtype or not (mass.is_cpu and batches.is_cpu):
         return _UNTRACKED
     by_input = mass.stride(1)

@@ -27,6 +27,11 @@ class Plan:
         self.shapes: dict[Any, Any] = {}
         """The native backend's cache: what it worked out for each shape it has seen."""
 
+    def mass_shape(self, inputs: int) -> tuple[int, ...]:
+        """The shape of the mass of an input with this many channels."""
+        kernel = self.geometry.kernel
+        return (1, inputs, *(kernel if self.kind == "position" else (1,) * len(kernel)))
+
     def __getstate__(self) -> dict[str, Any]:
         return {"geometry": self.geometry, "options": self.options}
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from balnorm.core.balance import counts, inverse_total, saturate
+from balnorm.core.balance import counts, full_gain, inverse_total, saturate
 from balnorm.core.mass import add_mass_gradient, batch_mass, update_running_mass
 from balnorm.core.matrix import WeightMatrix
 from balnorm.core.plan import Call, Gradients
@@ -102,7 +102,5 @@ def _balance(w: Tensor, m: Tensor, one_pass: bool) -> _Rows:
 
 
 def _gain_column(gain: Tensor | None, output_scale: Tensor | None, like: Tensor) -> Tensor | float:
-    if gain is None:
-        return 1.0
-    full = gain if output_scale is None else gain * output_scale
-    return full.to(like.dtype).view_as(like)
+    gains = full_gain(gain, output_scale)
+    return 1.0 if gains is None else gains.to(like.dtype).view_as(like)

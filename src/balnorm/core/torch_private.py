@@ -1,9 +1,10 @@
-"""Every private interface of torch that balnorm touches, each with the reason why there is no public way."""
+"""The private functions of torch that balanced layers call, each with the reason why there is no public way."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,8 +18,10 @@ __all__ = [
     "COLLECTIVES_HAVE_GRADIENTS",
     "apply_function",
     "is_batched_gradient",
+    "is_view",
     "is_watched",
     "is_weight_norm",
+    "output_padding_for",
     "recomputing",
     "storage_key",
     "sum_over_processes",
@@ -74,6 +77,18 @@ def is_batched_gradient(gradient: Tensor) -> bool:
     ``torch.autograd.grad`` come from the newer one. Neither has a public test.
     """
     return torch._C._functorch.is_legacy_batchedtensor(gradient) or torch._C._functorch.is_batchedtensor(gradient)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd takes this tensor for a part of another one. Its public mark is not set inside of functions."""
+    return tensor._is_view()
+
+
+def output_padding_for(layer: nn.Module, input: Tensor | None, output_size: Sequence[int]) -> tuple[int, ...]:
+    """The output padding with which a transposed convolution gives this output size. torch keeps the rule to itself."""
+    axes = len(layer.kernel_size)  # type: ignore[arg-type]
+    geometry = (layer.stride, layer.padding, layer.kernel_size, axes, layer.dilation)
+    return tuple(layer._output_padding(input, list(output_size[-axes:]), *geometry))  # type: ignore[operator]
 
 
 def is_weight_norm(parametrization: nn.Module) -> bool:

@@ -144,7 +144,7 @@ def local_response_norm(_: int) -> nn.Module:
 
 
 class _RunningNorm(nn.Module):
-    """The base of the two norms below: running statistics in at least float32 that nothing can ruin.
+    """The base of MeanOnlyBatchNorm2d and BatchRenorm2d: running statistics in at least float32 that nothing can ruin.
 
     A batch that is empty or not finite changes nothing, nor does a forward pass that activation checkpointing repeats.
     The first batch is copied and the next are averaged, until that becomes the moving average of ``momentum``: in a
@@ -192,6 +192,9 @@ class QuarterBatchNorm2d(nn.BatchNorm2d):
     running_var: Tensor
     num_batches_tracked: Tensor
     momentum: float | None
+
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1) -> None:
+        super().__init__(num_features, eps, momentum)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or not input.numel():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -80,18 +81,13 @@ def measure(
 
         return layer.register_forward_hook(hook)
 
-    handles = []
-    for layer, decision in decisions.items():
-        if isinstance(decision, Balanced):
-            follows = decision.place is Place.FOLLOWS and isinstance(decision.norm, _BatchNorm)
-            handles.append(behind(layer, decision.norm if follows else None))  # type: ignore[arg-type]
-    try:
-        with undisturbed(model), torch.no_grad():
-            model.eval()
-            model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with undisturbed(model), torch.no_grad(), ExitStack() as hooks:
+        for layer, decision in decisions.items():
+            if isinstance(decision, Balanced):
+                follows = decision.place is Place.FOLLOWS and isinstance(decision.norm, _BatchNorm)
+                hooks.enter_context(behind(layer, decision.norm if follows else None))  # type: ignore[arg-type]
+        model.eval()
+        model(x)
     return targets
 
 
@@ -180,7 +176,8 @@ def _fit(layer: BalNormLayer, input: Tensor, mass: Tensor, target: Target, value
     bias = (y_mean - (fitted * mean[:, None]).sum(2)).flatten()
     # The length of the raw weight is free. It stays, so that learning rates mean what they meant.
     raw = fitted * (weight.norm(dim=2, keepdim=True) / fitted.norm(dim=2, keepdim=True))
-    good = positive.isfinite() & (positive > 0) & raw.isfinite().all(2).flatten() & (failed == 0).all()
+    solvable = (failed == 0).repeat_interleave(outputs // groups)
+    good = positive.isfinite() & (positive > 0) & raw.isfinite().all(2).flatten() & solvable
     values["weight"] = torch.where(good.view(groups, -1, 1), raw, weight).view_as(layer.weight)
     values["gain"] = torch.where(good, positive / in_double_precision(layer.output_scale), values["gain"])
     values["bias"] = torch.where(good, bias, values["bias"])
@@ -219,7 +216,7 @@ def _outputs(output: Tensor) -> Tensor:
 
 
 def _positions(number: int, device: torch.device) -> Tensor:
-    """Some of so many positions, always the same."""
+    """Some of this many positions, always the same."""
     generator = torch.Generator().manual_seed(number)
     return torch.randperm(number, generator=generator, device="cpu")[:_POSITIONS].to(device)
 

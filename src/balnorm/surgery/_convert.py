@@ -139,17 +139,19 @@ def convert(
             raise ValueError(f"strict=True, and {message}")
         warnings.warn(message, stacklevel=2)
     if not dry_run:
+        batch = None if calibrate is None else one_batch(calibrate, model)
         new = dict[nn.Module, nn.Module]()
         for module, decision in decisions.items():
             if isinstance(decision, Balanced):
                 new[module] = _balanced_layer(module, decision, options)
             elif isinstance(decision, Removed):
-                new[module] = _without_norm(module, decision)
-        batch = None if calibrate is None else one_batch(calibrate, model)
+                new[module] = _without_norm(module)
         targets = {}
         if batch is not None:
             without_bias = [module for module, made in new.items() if getattr(made, "bias", None) is None]
             targets = measure(model, decisions, move_shifts(decisions, flow, without_bias), batch)
+        # Whatever fails has failed by now, and the model is as it was.
+        _let_activations_copy(decisions)
         replace_modules(model, new)
         if batch is not None:
             match(model, {new[layer]: target for layer, target in targets.items()}, batch)  # type: ignore[misc]
@@ -232,11 +234,22 @@ def _balanced_layer(layer: nn.Module, decision: Balanced, options: dict[str, Any
     return balanced
 
 
-def _without_norm(norm: nn.Module, decision: Removed) -> nn.Module:
-    inside = ("drop", "act") if is_norm_act(norm) else ()
-    parts = OrderedDict((name, getattr(norm, name)) for name in inside if hasattr(norm, name))
-    if decision.place is Place.FEEDS:
-        for activation in (*decision.in_place, *parts.values()):
-            if hasattr(activation, "inplace"):
-                activation.inplace = False  # it would change what the norm was given
-    return (nn.Sequential(parts) if inside else nn.Identity()).train(norm.training)
+def _without_norm(norm: nn.Module) -> nn.Module:
+    if not is_norm_act(norm):
+        return nn.Identity().train(norm.training)
+    return nn.Sequential(_beside_the_norm(norm)).train(norm.training)
+
+
+def _beside_the_norm(norm: nn.Module) -> OrderedDict[str, nn.Module]:
+    """What else a norm of timm's does: dropout and activation."""
+    return OrderedDict((name, getattr(norm, name)) for name in ("drop", "act") if hasattr(norm, name))
+
+
+def _let_activations_copy(decisions: Mapping[nn.Module, Decision]) -> None:
+    """Behind a norm that goes, an activation in place would change what the norm was given, which others may need."""
+    for norm, decision in decisions.items():
+        if isinstance(decision, Removed) and decision.place is Place.FEEDS:
+            inside = _beside_the_norm(norm).values() if is_norm_act(norm) else ()
+            for activation in (*decision.in_place, *inside):
+                if hasattr(activation, "inplace"):
+                    activation.inplace = False

@@ -11,6 +11,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -274,23 +275,20 @@ def recorded(model: nn.Module, arguments: tuple[Any, ...]) -> Flow:
             recorder.made(output, call, in_place=in_place)
 
     pending: list[list[Call]] = []
-    handles: list[Any] = []
     for value in _tensors(arguments):
         recorder.made(value, flow.add("input", nonnegative=not _has_negative(value)))
-    try:
+    with ExitStack() as hooks:
         for module in model.modules():
             if is_leaf(module):
                 for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
                     recorder.owner[_memory(tensor)[0]] = module
                 # The last hook before the module's own code and the first one after it: others may change the values.
-                handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-                handles.append(module.register_forward_hook(leave, with_kwargs=True, prepend=True, always_call=True))
+                hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                first = {"with_kwargs": True, "prepend": True, "always_call": True}
+                hooks.enter_context(module.register_forward_hook(leave, **first))
         with torch.no_grad(), recorder:
             output = model.eval()(*arguments)
         flow.add("output", recorder.sources(output))
-    finally:
-        for handle in handles:
-            handle.remove()
     return flow
 
 

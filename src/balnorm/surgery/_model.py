@@ -10,7 +10,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ModelT", "in_double_precision", "input_of_batch", "refuse_wrapped", "replace_modules", "undisturbed"]
+__all__ = [
+    "ModelT",
+    "in_double_precision",
+    "input_of_batch",
+    "refuse_wrapped",
+    "replace_modules",
+    "uncompiled",
+    "undisturbed",
+]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -52,6 +60,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, values in buffers:
                     buffer.copy_(values)
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model inside of what ``torch.compile`` returned: hooks on it are not seen from outside."""
+    return getattr(model, "_orig_mod", model)
 
 
 def input_of_batch(batch: Any, model: nn.Module, otherwise: str = "") -> Tensor:

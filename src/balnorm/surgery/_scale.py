@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from balnorm.core import conv
 from balnorm.layers import BalNormLayer, layer_plan, warn
-from balnorm.surgery._model import in_double_precision, input_of_batch, undisturbed
+from balnorm.surgery._model import in_double_precision, input_of_batch, uncompiled, undisturbed
 
 __all__ = ["balanced_output", "before_each_layer", "scale_to_data"]
 
@@ -46,7 +46,7 @@ def scale_to_data(model: nn.Module, batch: Any) -> dict[str, float]:
         >>> round(model(x).var().item(), 1)
         1.0
     """
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     names = {layer: name for name, layer in model.named_modules() if isinstance(layer, BalNormLayer)}
     scales: dict[BalNormLayer, Tensor] = {}
 
@@ -61,10 +61,7 @@ def scale_to_data(model: nn.Module, batch: Any) -> dict[str, float]:
             layer.output_scale.div_(std.to(layer.output_scale))
             scales[layer] = layer.output_scale.clone()
         else:
-            warn(
-                layer,
-                f"{names[layer] or 'the layer'} gives the same output for every input of this batch: its scale stays",
-            )
+            warn(layer, "{} gives the same output for every input of this batch: its scale stays", names[layer])
 
     with undisturbed(model), before_each_layer(model, names, measure):
         model(input_of_batch(batch, model))
@@ -91,17 +88,12 @@ def before_each_layer(
             x = args[0] if args else kwargs["input"]
             action(layer, x, args[1] if len(args) > 1 else kwargs.get("output_size"))
 
-    handles = []
     model.eval()
-    for layer in layers:
-        layer.train()
-        handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), ExitStack() as hooks:
+        for layer in layers:
+            layer.train()
+            hooks.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        yield
 
 
 def balanced_output(layer: BalNormLayer, x: Tensor, output_size: Any = None) -> Tensor:

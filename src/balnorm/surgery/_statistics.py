@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from balnorm.layers import BalNormLayer
-from balnorm.surgery._model import ModelT, input_of_batch, undisturbed
+from balnorm.surgery._model import ModelT, input_of_batch, uncompiled, undisturbed
 
 __all__ = ["freeze_stats", "unfreeze_stats", "update_stats"]
 
@@ -42,15 +43,14 @@ def update_stats(
         >>> model[0].running_mass.item()
         4.0
     """
-    model = getattr(model, "_orig_mod", model)  # what was compiled: the hooks below would not be seen
+    model = uncompiled(model)
     layers = [
         layer
         for layer in model.modules()
         if isinstance(layer, BalNormLayer) and layer.running_mass is not None and not layer.stats_frozen
     ]
     sums = {layer: _MassSum(layer) for layer in layers}
-    handles: list[Any] = []
-    with undisturbed(model), torch.no_grad():
+    with undisturbed(model), torch.no_grad(), ExitStack() as hooks:
         model.eval()
         for layer in layers:
             # The running mass is to be that of the latest batch, all of it, of this process.
@@ -58,17 +58,13 @@ def update_stats(
                 layer.options, momentum=1.0, stats_fraction=1.0, sync_stats=False, process_group=None
             )
             layer.train()
-            handles.append(layer.register_forward_pre_hook(sums[layer].before))
-            handles.append(layer.register_forward_hook(sums[layer].after, prepend=True))
-        try:
-            for batch in loader:
-                if forward is None:
-                    model(input_of_batch(batch, model, otherwise=": for others, give forward=..."))
-                else:
-                    forward(model, batch)
-        finally:
-            for handle in handles:
-                handle.remove()
+            hooks.enter_context(layer.register_forward_pre_hook(sums[layer].before))
+            hooks.enter_context(layer.register_forward_hook(sums[layer].after, prepend=True))
+        for batch in loader:
+            if forward is None:
+                model(input_of_batch(batch, model, otherwise=": for others, give forward=..."))
+            else:
+                forward(model, batch)
         results = [(layer, *sums[layer].result()) for layer in layers]
     if layers and all(int(batches) == 0 for _, _, batches in results):
         raise ValueError(

@@ -48,6 +48,8 @@ def written(path: Path, contents: bytes) -> Iterator[Path]:
             os.fsync(file.fileno())
         yield temporary
     except OSError as error:
+        if error.filename is not None and str(error.filename) != str(temporary):
+            raise  # something else failed inside the context
         raise OSError(error.errno, error.strerror, str(path)) from error  # the name that the caller knows
     finally:
         with contextlib.suppress(OSError):

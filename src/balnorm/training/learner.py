@@ -37,7 +37,7 @@ class Learner:
         self.train_loader, self.test_loader, self.images = make_loaders(recipe, team, root)
         torch.manual_seed(recipe.seed)
         self.model = make_model(recipe, team, self.images)
-        points = getattr(self.model, "mix_points", ("input",)) if recipe.mixup == "manifold" else ("input",)
+        points: Any = self.model.mix_points if recipe.mixup == "manifold" else ("input",)
         self.mixup = None if recipe.mixup == "none" else Mixup(self.model, recipe.alpha, points)
         self.averaged = None
         if recipe.ema is not None:
