@@ -1,4 +1,4 @@
-"""Which activations BalNorm trains with, and where a measured output scale helps: five convolutions on digits.
+"""Which activations and inputs BalNorm trains with, and what helps where it does not: five convolutions on digits.
 
 Run, in a clone: pip install . scikit-learn && python examples/activations.py
 """
@@ -13,32 +13,24 @@ from torch import nn
 from balnorm import BalNormConv2d, scale_to_data
 
 data = load_digits()
-images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+pixels = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
 labels = torch.tensor(data.target)
-ACTIVATIONS = {
-    "ReLU": nn.ReLU,
-    "GELU": nn.GELU,
-    "SiLU": nn.SiLU,
-    "tanh": nn.Tanh,
-    "softplus": nn.Softplus,
-    "sigmoid": nn.Sigmoid,
-}
 
 
-def network(activation, norm, signed):
+def network(norm, activation, signed, signed_pixels):
     layers, inputs = [], 1
     for _ in range(5):
         if norm == "BatchNorm":
             layers += [nn.Conv2d(inputs, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)]
         else:
-            layers += [BalNormConv2d(inputs, 16, 3, padding=1, signed_input=signed and inputs > 1)]
+            layers += [BalNormConv2d(inputs, 16, 3, padding=1, signed_input=signed_pixels if inputs == 1 else signed)]
         layers, inputs = [*layers, activation()], 16
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10))
 
 
-def accuracy(activation, norm, seed):
+def accuracy(norm, seed, activation, signed, images):
     torch.manual_seed(seed)
-    model = network(activation, norm, signed=activation is nn.Tanh)
+    model = network(norm, activation, signed, signed_pixels=bool(images.min() < 0))
     if norm == "measured":
         scale_to_data(model, images[:256])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -51,11 +43,21 @@ def accuracy(activation, norm, seed):
         return 100 * (model.eval()(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
 
 
-print("test accuracy in percent, median of three seeds (all three)")
-for name, activation in ACTIVATIONS.items():
+def show(name, activation=nn.ReLU, signed=False, images=pixels):
     for norm in ("BatchNorm", "BalNorm", "measured"):
-        values = [accuracy(activation, norm, seed) for seed in (1, 2, 3)]
-        print(
-            f"{name:9} {norm:10} {statistics.median(values):5.1f}  ({' '.join(f'{value:.1f}' for value in values)})",
-            flush=True,
-        )
+        values = [accuracy(norm, seed, activation, signed, images) for seed in (1, 2, 3)]
+        each = " ".join(f"{value:.1f}" for value in values)
+        print(f"{name:24} {norm:10} {statistics.median(values):5.1f}  ({each})", flush=True)
+
+
+print("test accuracy in percent, median of three seeds (all three)")
+for activation in (nn.ReLU, nn.GELU, nn.SiLU, nn.Softplus, nn.Sigmoid):
+    show(activation.__name__, activation)
+for activation in (nn.GELU, nn.SiLU, nn.Tanh):  # they give negative values too
+    show(f"{activation.__name__}, signed", activation, signed=True)
+
+for contrast in (1.0, 0.3, 0.1, 0.03):  # of grey images: the darkest pixel is far from 0
+    grey = 0.5 + contrast * (pixels - 0.5)
+    show(f"contrast {contrast}", images=grey)
+    show(f"contrast {contrast}, from 0", images=grey - grey.min())
+    show(f"contrast {contrast}, standard", images=(grey - grey.mean()) / grey.std())

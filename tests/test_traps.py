@@ -245,6 +245,35 @@ def test_calibration_finds_the_balanced_weight_of_least_error(build, monkeypatch
         assert found <= best + 1e-3 * wanted[:, channel].var()
 
 
+def test_the_report_says_what_calibration_matched():
+    def trained(layer, channels=8):
+        return nn.Sequential(layer, nn.BatchNorm2d(channels), nn.ReLU())
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = trained(nn.Conv2d(3, 8, 3))
+            self.up = trained(nn.ConvTranspose2d(8, 8, 2, stride=2))
+            self.plain = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8, affine=False))
+            self.never = trained(nn.Conv2d(8, 8, 3))
+
+        def forward(self, x):
+            x = self.plain(self.up(self.conv(x)))
+            return self.never(x) if len(x) == 7 else x
+
+    x = torch.rand(16, 3, 10, 10)
+    _, report = convert(Network().eval(), example_input=x[:7], calibrate=x)
+    assert {row.layer: row.matched for row in report.rows if row.matched} == {
+        "conv.0": "outputs",
+        "up.0": "mean and deviation",
+        "plain.0": "deviation",
+        "never.0": "nothing",
+    }
+    assert "matched" in str(report).splitlines()[0]
+    _, report = convert(Network(), example_input=x[:7])
+    assert "matched" not in str(report)
+
+
 def test_calibration_fits_linear_layers_and_signals_of_one_axis():
     model = nn.Sequential(
         nn.Conv1d(4, 8, 5, stride=2), nn.BatchNorm1d(8), nn.ReLU(), nn.Flatten(),

@@ -104,15 +104,19 @@ def _scale_and_shift(norm: _BatchNorm | None, mean: Tensor, std: Tensor) -> tupl
     return scale, -centre * scale if norm.bias is None else in_double_precision(norm.bias) - centre * scale
 
 
-def match(model: nn.Module, targets: Mapping[BalNormLayer, Target], x: Tensor) -> None:
+def match(model: nn.Module, targets: Mapping[BalNormLayer, Target], x: Tensor) -> dict[BalNormLayer, str]:
     """Let each balanced layer, in the order of the data flow, give what its target gave, as nearly as it can.
 
     Every channel gets the mean and the standard deviation of its target, by gain and bias; where the layer's inputs can
     be laid out as a matrix, it gets the balanced weight of least squared error instead. Either way the layer's input is
     that of the converted network, so that a layer makes up for what those before it have changed. Balanced layers
     without a target, which the model had before, stay as they are.
+
+    Returns:
+        What was matched, for every layer that the batch reached.
     """
     found: dict[BalNormLayer, dict[str, Tensor]] = {}
+    matched: dict[BalNormLayer, str] = {}
     users = Counter(layer.weight for layer in model.modules() if isinstance(layer, BalNormLayer))
 
     def action(layer: BalNormLayer, input: Tensor, output_size: Any) -> None:
@@ -125,10 +129,13 @@ def match(model: nn.Module, targets: Mapping[BalNormLayer, Target], x: Tensor) -
         alive = std > 0
         gain = torch.where(alive, target.std / torch.where(alive, std, 1.0), in_double_precision(layer.gain))
         values["gain"] = gain
+        matched[layer] = "deviation"
         if layer.bias is not None:
             values["bias"] = target.mean - gain * mean
+            matched[layer] = "mean and deviation"
             if _has_matrix(layer, input) and users[layer.weight] == 1:
                 _fit(layer, input, in_double_precision(mass), target, values)
+                matched[layer] = "outputs"
         found[layer] = values
         _put(layer, values)
 
@@ -138,6 +145,7 @@ def match(model: nn.Module, targets: Mapping[BalNormLayer, Target], x: Tensor) -
         _put(layer, values)
         if layer.num_batches_tracked is not None:
             layer.num_batches_tracked.fill_(1)
+    return matched
 
 
 def _fit(layer: BalNormLayer, input: Tensor, mass: Tensor, target: Target, values: dict[str, Tensor]) -> None:

@@ -33,6 +33,9 @@ class ConversionRow(NamedTuple):
     action: Action
     why: str
     is_norm: bool
+    matched: str = ""
+    """What ``calibrate`` matched: ``outputs`` (by least squares), ``mean and deviation`` of each channel (of layers
+    whose weight it does not change), ``deviation`` (without a bias), or ``nothing``, where no sample came by."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,12 @@ class ConversionReport:
 
     def __str__(self) -> str:
         norms = sum(row.is_norm for row in self.rows)
+        headings, rows = ["layer", "kind", "action", "why"], [list(row[:4]) for row in self.rows]
+        if any(row.matched for row in self.rows):
+            headings.append("matched")
+            rows = [[*cells, row.matched] for cells, row in zip(rows, self.rows, strict=True)]
         return (
-            text_table(["layer", "kind", "action", "why"], [row[:4] for row in self.rows])
+            text_table(headings, rows)
             + f"\n\n{len(self.balanced)} of {len(self.rows) - norms} layers balanced, "
             + f"{len(self.removed)} of {norms} BatchNorms removed"
         )
@@ -138,6 +145,7 @@ def convert(
         if strict:
             raise ValueError(f"strict=True, and {message}")
         warnings.warn(message, stacklevel=2)
+    matched: dict[nn.Module, str] = {}
     if not dry_run:
         batch = None if calibrate is None else one_batch(calibrate, model)
         new = dict[nn.Module, nn.Module]()
@@ -154,11 +162,12 @@ def convert(
         _let_activations_copy(decisions)
         replace_modules(model, new)
         if batch is not None:
-            match(model, {new[layer]: target for layer, target in targets.items()}, batch)  # type: ignore[misc]
+            done = match(model, {new[layer]: target for layer, target in targets.items()}, batch)  # type: ignore[misc]
+            matched = {layer: done[new[layer]] for layer in targets if new[layer] in done}  # type: ignore[index]
         if dead := [text for module, layer in new.items() if (text := _of_one_sign(names[module], layer))]:
             message = f"kernels whose weights all have one sign stay constant in one pass: {'; '.join(dead)}"
             warnings.warn(f"{message}. Give convert one_pass=False", BalNormWarning, stacklevel=2)
-    return _Conversion((model, _report(decisions, names)))
+    return _Conversion((model, _report(decisions, names, matched)))
 
 
 def _of_one_sign(name: str, layer: nn.Module) -> str | None:
@@ -195,15 +204,23 @@ def _why_nothing(decisions: Mapping[nn.Module, Decision], left: Sequence[str]) -
     return "it has no BatchNorm, and include=... names no layer to balance without one"
 
 
-def _report(decisions: Mapping[nn.Module, Decision], names: Mapping[nn.Module, str]) -> ConversionReport:
+def _report(
+    decisions: Mapping[nn.Module, Decision], names: Mapping[nn.Module, str], matched: Mapping[nn.Module, str]
+) -> ConversionReport:
     no_norm = Kept((Because(Reason.NO_NORM),))  # which goes without saying of a linear layer
-    return ConversionReport(
-        tuple(
-            ConversionRow(names[it], type(it).__name__, decision.action, explain(decision, names), is_batch_norm(it))
-            for it, decision in decisions.items()
-            if not (isinstance(it, nn.Linear) and decision == no_norm)
+    rows = [
+        ConversionRow(
+            names[it],
+            type(it).__name__,
+            decision.action,
+            explain(decision, names),
+            is_batch_norm(it),
+            matched.get(it, "nothing") if matched and isinstance(decision, Balanced) else "",
         )
-    )
+        for it, decision in decisions.items()
+        if not (isinstance(it, nn.Linear) and decision == no_norm)
+    ]
+    return ConversionReport(tuple(rows))
 
 
 def _balanced_layer(layer: nn.Module, decision: Balanced, options: dict[str, Any]) -> nn.Module:
