@@ -10,6 +10,8 @@ What has to look at values, and so waits:
 - the initialisation of a layer (signs are drawn again until they are right), where it is not on the meta device;
 - ``update_stats``, which says so if no batch came, ``convert`` with an example (is an input ever negative?), and a
   ``balance_report`` that is printed or drawn;
+- a layer in its first three batches (do inputs cancel? has it statistics?), ``fuse`` and ``fold``, ``scale_to_data``
+  and calibration;
 - ``eval()``, and the first ``state_dict()`` after ``train()``, which warn of inputs that cancel;
 - the trainer in every tenth step (has the loss diverged, and what to show), at the end of an epoch, and to save;
 - with float16, torch's ``GradScaler`` in every step: it skips one whose gradients are not finite;
