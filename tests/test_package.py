@@ -195,11 +195,20 @@ def test_the_example_of_a_trained_network_runs(tmp_path):
     assert accuracies["batchnorm"][0] - accuracies["channel mass, calibrated"][0] < 15
     assert all(later > 80 for _, later in accuracies.values())
 
+    command = [*command[:3], str(ROOT / "examples" / "renewed_statistics.py"), str(tmp_path), str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = re.fullmatch(r"batchnorm, seed 0, epoch 4 +as saved +([\d.]+) +statistics anew +([\d.]+)\n", done.stdout)
+    assert float(found[1]) == accuracies["batchnorm"][0]
+    assert float(found[2]) > 80
+
 
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
         ("convert_trained.py nowhere", "nowhere"),
+        ("renewed_statistics.py nowhere", "Usage: python examples/renewed_statistics.py"),
+        ("renewed_statistics.py . nowhere", "nowhere does not exist"),
         ("optimisers.py nowhere", "cifar10 is not in nowhere"),
         ("deep_networks.py nowhere", "cifar10 is not in nowhere"),
         ("deep_networks.py nowhere one", "Usage: python examples/deep_networks.py"),
