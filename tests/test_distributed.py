@@ -38,11 +38,13 @@ def check_all(rank, folder):
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+@pytest.fixture(scope="module", params=["native", "torch"])
+def folder(request, tmp_path_factory):
     """One start of two processes for all checks: importing torch twice takes longer than all of them."""
     folder = tmp_path_factory.mktemp("distributed")
-    mp.spawn(check_all, (folder,), nprocs=WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BALNORM_NATIVE", "0" if request.param == "torch" else "1")
+        mp.spawn(check_all, (folder,), nprocs=WORLD)
     return folder
 
 

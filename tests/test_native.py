@@ -78,7 +78,10 @@ def calls(draw):
         }
         if transposed:
             function, w = BF.bal_conv_transpose, random(inputs, outputs // groups, *kernel) - 0.5
-            geometry["padding"] = 0
+            sides = list(zip(size, kernel, geometry["stride"], geometry["dilation"], strict=True))
+            reach = [(n - 1) * s + d * (k - 1) for n, k, s, d in sides]  # one less than the output without padding
+            geometry["padding"] = tuple(draw(st.integers(0, min(2, most // 2))) for most in reach)
+            geometry["output_padding"] = tuple(draw(st.integers(0, max(s, d) - 1)) for _, _, s, d in sides)
         else:
             function, w = BF.bal_conv, random(outputs, inputs // groups, *kernel) - 0.5
             geometry["padding"] = tuple(draw(st.integers(0, 2)) for _ in kernel)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import balnorm.functional as BF
 from balnorm import BalNormConv2d, BalNormLinear
 from cases import CASES, MASS_AND_PASS
 
@@ -177,7 +178,9 @@ def paths(layer, x):
     frozen = copy.deepcopy(layer)
     with torch.no_grad():
         yield "training, no_grad", copy.deepcopy(layer)(x)
-    yield "torch.func", torch.func.functional_call(without_statistics(layer), state, (x,))
+    yield "functional_call", torch.func.functional_call(without_statistics(layer), state, (x,))
+    gain = (layer.gain * layer.output_scale).detach()
+    yield "compiled", compiled(x, layer.weight, layer.bias, gain, mass=layer.mass, one_pass=layer.one_pass)
     yield "torch.func.vmap", torch.func.vmap(without_statistics(layer))(x.unsqueeze(0))[0]
     frozen(x)
     frozen.eval()
@@ -185,6 +188,9 @@ def paths(layer, x):
     with torch.no_grad():
         yield "eval, no_grad", frozen(x)
     yield "folded", frozen.fuse()(x)
+
+
+compiled = torch.compile(BF.bal_conv2d, backend="aot_eager", fullgraph=True)
 
 
 def without_statistics(layer):
