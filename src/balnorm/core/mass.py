@@ -85,7 +85,7 @@ def update_running_mass(
         if mass.dtype != running_mass.dtype:
             mass = mass.to(running_mass.dtype)
         total = mass.sum(dtype=torch.promote_types(mass.dtype, torch.float32))
-        finite = (total - total) == 0  # as isfinite, in fewer calls
+        finite = (total - total) == 0  # as isfinite, in fewer operations
         mass = torch.where(finite, mass, running_mass)
         if num_batches_tracked is None:
             running_mass.lerp_(mass, float(momentum))  # type: ignore[arg-type]

@@ -72,8 +72,8 @@ def forward(
     gain, output_scale = _as(gain, dtype), _as(call.output_scale, dtype)
     types = _types(dtype, x.dtype)
     saved, result = values.new_empty(shape.size), torch.empty_like(values, dtype=types[1])
-    room = saved[shape.size - shape.masses :]  # backward needs no mass, but this spares an allocation
-    mass, samples = room, _NOWHERE
+    mass = saved[shape.size - shape.masses :]  # backward needs no mass, but this spares an allocation
+    samples = _NOWHERE
     if given_mass is not None:
         mass = given_mass.to(dtype).contiguous()
     elif (layout := _layout(x, types, call)) is not None:

@@ -80,7 +80,7 @@ def is_batched_gradient(gradient: Tensor) -> bool:
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd takes this tensor for a part of another one. Its public mark is not set inside of functions."""
+    """Whether autograd takes this tensor for a view of another one. There is no public way to ask."""
     return tensor._is_view()
 
 

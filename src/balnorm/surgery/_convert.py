@@ -158,7 +158,7 @@ def convert(
         if batch is not None:
             without_bias = [module for module, made in new.items() if getattr(made, "bias", None) is None]
             targets = measure(model, decisions, move_shifts(decisions, flow, without_bias), batch)
-        # Whatever fails has failed by now, and the model is as it was.
+        # Up to here nothing has changed the model, so a mistake in the arguments leaves it as it was.
         _let_activations_copy(decisions)
         replace_modules(model, new)
         if batch is not None:

@@ -284,8 +284,8 @@ def recorded(model: nn.Module, arguments: tuple[Any, ...]) -> Flow:
                     recorder.owner[_memory(tensor)[0]] = module
                 # The last hook before the module's own code and the first one after it: others may change the values.
                 hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
-                first = {"with_kwargs": True, "prepend": True, "always_call": True}
-                hooks.enter_context(module.register_forward_hook(leave, **first))
+                after = module.register_forward_hook(leave, with_kwargs=True, prepend=True, always_call=True)
+                hooks.enter_context(after)
         with torch.no_grad(), recorder:
             output = model.eval()(*arguments)
         flow.add("output", recorder.sources(output))

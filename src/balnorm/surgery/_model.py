@@ -63,7 +63,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The model inside of what ``torch.compile`` returned: hooks on it are not seen from outside."""
+    """The model that ``torch.compile`` was given: code that is compiled already does not see new hooks."""
     return getattr(model, "_orig_mod", model)
 
 
