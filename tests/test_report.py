@@ -578,6 +578,13 @@ def test_curves_stay_in_view_where_runs_diverged(tmp_path):
     assert late.y_range[0] <= 2.2 * 0.8**11
 
 
+def test_a_setting_that_diverges_does_not_flatten_the_panels_of_the_others(tmp_path):
+    for lr, start in ((0.1, 2.0), (0.3, 2.2), (3.0, 400.0)):
+        make_run(tmp_path, accuracies=[0.3, 0.5], losses=[start, start / 2], lr=lr)
+    (loss,) = [figure for figure in figures(read_results([tmp_path])) if figure.key == "loss"]
+    assert all(panel.y_range == pytest.approx((1.0 - 0.093, 1.3 * 2.2 + 0.093)) for panel in loss.panels)
+
+
 def test_hostile_text_in_a_folder_stays_text(tmp_path):
     evil = "</script><script>alert(1)</script>"
     run = make_run(tmp_path, "balnorm", 0, [0.5, 0.6])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from balnorm.study.results import Results, Setting
@@ -70,11 +70,12 @@ def figures(results: Results) -> list[Figure]:
             own = curves.setdefault(setting.variation, [])
             if found := values_by_epoch(runs, metric):
                 own.append(_curve(setting.norm, found))
+        limits = _limits([curve for own in curves.values() for curve in own], calm=True)  # of all, to compare panels
         panels = [
-            Panel(variation or "all epochs", "epoch", tuple(own), y_range=_limits(own, calm=True))
-            for variation, own in curves.items()
+            Panel(variation or "all epochs", "epoch", tuple(own), y_range=limits) for variation, own in curves.items()
         ]
-        panels = _alike(panels) if len(panels) > 1 else [*panels, *_zooms(panels[0].curves, percent)]
+        if len(panels) == 1:
+            panels += _zooms(panels[0].curves, percent)
         if any(panel.curves for panel in panels):
             drawn.append(Figure(key, f"{quantity.capitalize()} by epoch", quantity, percent, tuple(panels)))
     return [*_sweeps(results), *drawn]
@@ -114,7 +115,8 @@ def _limits(
 ) -> Range | None:
     """The range of the values between two epochs, with a margin.
 
-    ``calm`` caps a loss at 1.3 times the median of the curves' first values, so that a spike does not flatten the rest.
+    ``calm`` caps a loss at 1.3 times the median of the curves' first values, so that neither a spike nor a setting
+    that diverges flattens the rest.
     """
     values = [
         value
@@ -133,12 +135,6 @@ def _limits(
     return lowest - margin, highest + margin
 
 
-def _alike(panels: list[Panel]) -> list[Panel]:
-    """Give all panels the same y axis, so that they can be compared."""
-    ends = [end for panel in panels if panel.y_range for end in panel.y_range]
-    return [replace(panel, y_range=(min(ends), max(ends)) if ends else None) for panel in panels]
-
-
 def _sweeps(results: Results) -> list[Figure]:
     """Final accuracy against each field with three or more numbers, with a panel for each combination of the others."""
     drawn = []
@@ -155,12 +151,13 @@ def _sweeps(results: Results) -> list[Figure]:
         if len(numbers) < 3:
             continue
         log = min(numbers) > 0 and max(numbers) / min(numbers) >= 10
-        label, panels = name.replace("_", " "), []
+        label, curves = name.replace("_", " "), {}
         for others, by_norm in points.items():
-            if curves := tuple(_curve(norm, spreads) for norm, spreads in by_norm.items() if spreads):
-                title = Setting("", others).variation or "final epoch"
-                panels.append(Panel(title, label, curves, None, _limits(curves), log))
-        if panels:
+            if lines := tuple(_curve(norm, spreads) for norm, spreads in by_norm.items() if spreads):
+                curves[Setting("", others).variation or "final epoch"] = lines
+        if curves:
+            limits = _limits([curve for lines in curves.values() for curve in lines])
+            panels = tuple(Panel(title, label, lines, None, limits, log) for title, lines in curves.items())
             key, title = f"by-{name.replace('_', '-')}", f"Final test accuracy by {label}"
-            drawn.append(Figure(key, title, "test accuracy", True, tuple(_alike(panels))))
+            drawn.append(Figure(key, title, "test accuracy", True, panels))
     return drawn
