@@ -288,6 +288,18 @@ def test_a_panel_is_drawn_as_it_says(canvases):
     assert [math.isnan(y) for y in by_epoch.lines[0].get_ydata()] == [False, True, False]
 
 
+def test_a_panel_of_diverged_runs_says_so_and_keeps_its_epochs(canvases):
+    """It was empty, on an axis from -0.05 to 0.05."""
+    nothing = (None,) * 10
+    curve = Curve("none", tuple(range(1, 11)), nothing, nothing, nothing, (3,) * 10)
+    figure_files(figure_of(Panel("", "epoch", (curve,), y_range=(0, 2))), ["svg"])
+    (axes,) = canvases[0].axes
+    assert [text.get_text() for text in axes.texts] == ["diverged"]
+    assert axes.get_xlim()[0] == pytest.approx(0.55)
+    assert axes.get_xlim()[1] == pytest.approx(10.45)
+    assert axes.get_ylim() == (0, 2)
+
+
 def test_a_legend_stays_inside_its_figure(tmp_path, canvases):
     """Of one panel, and with the longest names."""
     for norm in ["balnorm", "batchnorm", *sorted(NORMS, key=len)[-3:]]:

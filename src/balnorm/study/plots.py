@@ -83,6 +83,9 @@ def _draw(panel: Panel, axes: Axes, figure: Figure) -> None:
             marker=marker, markersize=4,
         )  # fmt: skip
         axes.fill_between(curve.x, low, high, color=look.colour, alpha=0.15, linewidth=0)
+    if panel.curves and all(value is None for curve in panel.curves for value in curve.median):
+        axes.update_datalim([(x, 0) for curve in panel.curves for x in curve.x])  # the axis of the other panels
+        axes.text(0.5, 0.5, "diverged", transform=axes.transAxes, ha="center", va="center", color="0.5")
     if panel.x_range is not None:
         axes.set_xlim(*panel.x_range)
     if panel.y_range is not None:
