@@ -136,3 +136,14 @@ def test_dark_and_print_have_their_own_colours(page):
     page.emulate_media(color_scheme="dark", media="print")
     assert background() == "rgb(255, 255, 255)"
     assert len(page.pdf()) > 10_000
+
+
+def test_a_panel_of_diverged_runs_says_so(browser, tmp_path):
+    make_run(tmp_path, "none", 0, [0.3, 0.4], lr=0.1)
+    make_run(tmp_path, "none", 0, [], epochs=2, diverged=True, lr=3.0)
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.goto(write_report([tmp_path], tmp_path / "report", formats=["svg"]).page.as_uri())
+        said = page.locator(".panel svg").filter(has_text="diverged")
+        assert said.count() == 2  # of test and of training loss
+        assert all("lr=3.0" in panel.text_content() for panel in said.all())

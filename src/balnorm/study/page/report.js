@@ -58,6 +58,9 @@
     }
     svg("line", { x1: left, x2: width - right, y1: height - bottom, y2: height - bottom, class: "axis" }, root);
     svg("text", { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, root, panel.x_label);
+    if (panel.curves.length && panel.curves.every((curve) => curve.median.every((value) => value === null))) {
+      svg("text", { x: (left + width - right) / 2, y: (top + height - bottom) / 2, "text-anchor": "middle" }, root, "diverged");
+    }
 
     const clip = `clip-${figure.key}-${[...box.parentNode.children].indexOf(box)}`;
     svg("rect", { x: left, y: top - 1, width: width - left - right, height: height - top - bottom + 2 }, svg("clipPath", { id: clip }, root));
