@@ -21,7 +21,7 @@ try:
 except ImportError:  # run by hand
     BuildHookInterface = object
 
-CORE = Path(__file__).parent / "src" / "balnorm" / "core"
+CORE = Path(__file__).parent / "src" / "balnorm" / "_core" / "backends"
 SOURCE, LIBRARY = CORE / "kernels.c", CORE / "kernels.so"
 # -fopenmp-simd lets marked sums be vectorised; it brings no OpenMP library. Not -ffast-math: linked into a library, it
 # would change the rounding of the whole process.

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from balnorm.core.geometry import by_output
-from balnorm.layers import BalNormLayer, exact_mass
+from balnorm._core.geometry import by_output
+from balnorm._core.options import Options
+from balnorm.layers import BalNormLayer, layer_statistics
 from balnorm.surgery._model import in_double_precision, input_of_batch, uncompiled, undisturbed
 from balnorm.text_table import text_table
 
@@ -32,10 +33,10 @@ class LayerBalance:
     layer: str
     kind: str
     positive: Tensor | None
-    """What the positive weights add to an output element, on average over the batch."""
+    """What the positive weights contribute to an output element, of ``|x|`` and on average over the batch."""
     negative: Tensor | None
-    """What the negative weights subtract from it; the mean output is ``positive - negative + bias``. With
-    ``signed_input=True`` both are contributions of ``|x|``, and do not add up to it."""
+    """What the negative weights contribute. Where no input is negative, the mean output is ``positive - negative +
+    bias``."""
     mean: Tensor
     std: Tensor
     """The standard deviation of the output over batch and space, as ``mean`` is its mean."""
@@ -190,13 +191,13 @@ def _measure(name: str, module: nn.Module, x: Tensor, output: Tensor) -> LayerBa
         gain = module.weight.detach() if module.affine else None
         return LayerBalance(name, kind, None, None, mean, std, None, gain)
     assert isinstance(module, _ConvNd | nn.Linear)
-    weight, signed = module.weight, False
+    weight = module.weight
     if isinstance(module, BalNormLayer):
-        signed = module.options.signed_input
         from_batch = module.running_mass is None or (module.training and not module.stats_frozen)
         weight = module.effective_weight(x, output.shape) if from_batch else module.effective_weight()
     groups, transposed = getattr(module, "groups", 1), getattr(module, "transposed", False)
-    mass = in_double_precision(exact_mass(module, x, output.shape, signed))
+    _, met = layer_statistics(module, x, output.shape, options=Options(mass="position"), exact=True)
+    mass = in_double_precision(met)
     m = mass.view(groups, 1, mass.shape[1] // groups, *mass.shape[2:])
     w = by_output(in_double_precision(weight), groups, transposed)
     others = tuple(range(2, w.dim()))

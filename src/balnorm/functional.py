@@ -1,25 +1,23 @@
-"""The maths of balanced normalisation on tensors: mass, balance and the balanced layers. No modules, no state.
+"""The maths of balanced normalisation on tensors: statistics, balance and the balanced layers. No modules, no state.
 
-This is the public interface of :mod:`balnorm.core`, whose modules are internal. The symbols are those of
-``docs/method.md``: input x, weight w, mass m, shift b, scale s, gain, effective weight w''. The functions have no side
-effects, with one exception: :func:`update_running_mass`, and the layers if given its two buffers, write to those
-buffers (as :func:`torch.nn.functional.batch_norm` does).
+This is the public interface of :mod:`balnorm._core`, whose modules are internal. The symbols are those of
+``docs/method.md``: input x with mean mu and mass a, weight w, shares p, contribution c, gain, effective weight w''. The
+functions have no side effects, with one exception: :func:`update_running_stats`, and the layers if given its buffers,
+write to those buffers (as :func:`torch.nn.functional.batch_norm` does).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from torch import Tensor
 
-from balnorm.core import conv, native
-from balnorm.core.balance import balance
-from balnorm.core.geometry import geometry_of, per_axis
-from balnorm.core.mass import update_running_mass
-from balnorm.core.options import MASSES, MassKind, Options
-from balnorm.core.plan import Plan
+from balnorm._core import function, method
+from balnorm._core.backends import cpu
+from balnorm._core.geometry import channels_of, geometry_of, per_axis
+from balnorm._core.options import MASSES, MassKind, Options
 
 __all__ = [
     "MASSES",
@@ -36,25 +34,28 @@ __all__ = [
     "bal_conv_transpose3d",
     "bal_linear",
     "balance",
-    "input_mass",
-    "update_running_mass",
+    "statistics",
+    "update_running_stats",
 ]
 
 
 def backend() -> str:
     """What computes the balance of tensors in a CPU's memory, and why: ``"native, ..."`` or ``"torch: ..."``.
 
-    The native kernels are compiled when balnorm is installed, if there is a C compiler; ``BALNORM_NATIVE=0`` in the
-    environment switches them off. Older versions of torch do not lend their threads; the kernels then run on one. Other
-    devices always use torch's own operations.
+    The native kernels are compiled when balnorm is installed, if there is a C compiler; ``BALNORM_BACKEND=torch`` in the
+    environment switches them off. Older torch does not expose its thread pool; the kernels then run single-threaded.
+    Other devices always use torch's own operations.
     """
-    return native.status()
+    return cpu.status()
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Tensor])
 
 
-def input_mass(
+update_running_stats = method.update_running
+
+
+def statistics(
     input: Tensor,
     kernel_size: int | Sequence[int],
     stride: int | Sequence[int] = 1,
@@ -65,47 +66,100 @@ def input_mass(
     transposed: bool = False,
     output_padding: int | Sequence[int] = 0,
     **options: Any,
-) -> Tensor:
-    r"""How much input a weight of a convolution meets per output element.
+) -> tuple[Tensor, Tensor]:
+    r"""The mean and the mass of an input: how much of x, and of \|x\|, a weight meets per output element.
 
-    ``channel`` is the paper's mass: :math:`m_c = v_c / r`, where :math:`v_c` is the sum of channel c over batch and
-    space, and r = batch size x output size x stride (over all axes). The taps of a transposed convolution meet every
-    input whatever the stride, so there r = batch size x output size. ``position`` counts for each tap of the kernel
-    exactly the inputs that it multiplies, and honours padding, stride and dilation. Where a zero-padded image (of a
-    transposed convolution: the output) is smaller than the kernel with its dilation, every tap gets the mass of
-    ``channel``: the few taps that meet anything would otherwise carry the whole output, and networks do not train that
-    way.
+    ``channel`` is the paper's: :math:`v_c / r`, where :math:`v_c` is the sum of channel c over batch and space, and
+    r = batch size x output size x stride (over all axes). The taps of a transposed convolution meet every input
+    whatever the stride, so there r = batch size x output size. ``position`` counts for each tap of the kernel exactly
+    the inputs that it multiplies, and honours padding, stride and dilation. Where a zero-padded image (of a transposed
+    convolution: the output) is smaller than the kernel with its dilation, every tap gets the statistics of ``channel``:
+    the few taps that meet anything would otherwise carry the whole output, and networks do not train that way.
 
     Args:
         input: (N, C, \*in), with one spatial axis or more; (\*, C) for a linear layer.
         kernel_size: one int, or one for each spatial axis; ``()`` for a linear layer.
         stride, padding, dilation, padding_mode, output_padding: as in the convolution.
         transposed: whether the convolution is transposed.
-        **options: ``mass`` and the other fields of :class:`Options`.
+        **options: ``mass``, ``centred`` (the mass of \|x - mean\|) and the other fields of :class:`Options`.
 
     Returns:
-        (1, C, 1, ..., 1) for ``channel``, (1, C, \*kernel_size) for ``position``: it broadcasts over the weight.
-        It is float32 or wider, and NaN for an empty batch.
+        Mean and mass, each (1, C, 1, ..., 1) for ``channel``, (1, C, \*kernel_size) for ``position``: they broadcast over
+        the weight. They are float32 or wider, and NaN for an empty batch. Where no input is negative they are equal.
 
     Example:
         >>> import torch
         >>> x = torch.ones(2, 1, 4, 4)
-        >>> input_mass(x, 3, padding=1).flatten()  # every output meets one input per tap, were it not for the border
+        >>> mean, mass = statistics(x, 3, padding=1)
+        >>> mass.flatten()  # every output meets one input per tap, were it not for the border
         tensor([1.])
-        >>> input_mass(x, 3, padding=1, mass="position")  # the outer taps miss one row, or column, of four
+        >>> mean, mass = statistics(-x, 3, padding=1, mass="position")
+        >>> mass  # the outer taps miss one row, or column, of four
         tensor([[[[0.5625, 0.7500, 0.5625],
                   [0.7500, 1.0000, 0.7500],
                   [0.5625, 0.7500, 0.5625]]]])
     """
-    checked = Options.of("input_mass()", options)
+    checked = Options.of("statistics()", options)
     axes = input.dim() - 2
     if kernel_size == ():
-        return conv.input_mass(input, Plan(geometry_of(()), checked))
-    if axes < 1:
-        raise ValueError(f"input_mass takes an input of shape (N, C, *in), got {tuple(input.shape)}")
-    kernel = per_axis(kernel_size, axes)
-    geometry = geometry_of(kernel, stride, padding, dilation, 1, padding_mode, transposed, output_padding)
-    return conv.input_mass(input, Plan(geometry, checked))
+        geometry = geometry_of(())
+    elif axes < 1:
+        raise ValueError(f"statistics takes an input of shape (N, C, *in), got {tuple(input.shape)}")
+    else:
+        kernel = per_axis(kernel_size, axes)
+        geometry = geometry_of(kernel, stride, padding, dilation, 1, padding_mode, transposed, output_padding)
+    mean, mass, _ = function.input_statistics(input, geometry, checked)
+    return mean, mass
+
+
+def balance(
+    weight: Tensor,
+    mass: Tensor,
+    gain: Tensor | None = None,
+    one_pass: bool = True,
+    groups: int = 1,
+    *,
+    shift: bool | Literal["auto"] = "auto",
+    transposed: bool = False,
+) -> Tensor:
+    r"""The effective weight w'': w shifted and scaled so that positive and negative weights contribute equally.
+
+    With sums over all but the output channel d, and the mass a broadcast over w:
+
+    .. math::
+        p = \frac{a}{\sum a}, \qquad w'_d = w_d - \sum p\,w_d, \qquad
+        c_d = \sum p\,w'_d\,I, \qquad w''_d = \frac{\mathrm{gain}_d\,w'_d}{c_d \sum a}
+
+    where :math:`I = [w_d > 0]` in one pass and :math:`[w'_d > 0]` in two. Without the shift, :math:`w' = w` and
+    :math:`c = \frac12 \sum p\,|w|`. There is no epsilon. Where :math:`\sum a` or c vanishes to rounding error (dead
+    inputs, equal weights, in one pass weights of one sign), w'' is zero, and so are its gradients.
+
+    Args:
+        weight: (D, C / groups, \*kernel); (C, D / groups, \*kernel) if ``transposed``; (D, C) for a linear layer.
+        mass: (1, C, 1, ..., 1) or (1, C, \*kernel); (1, C) for a linear layer.
+        gain: (D,), or ``None`` for ones.
+        one_pass: which of the two definitions of I.
+        groups: groups of the convolution.
+        shift: whether to subtract the weighted mean; ``"auto"`` does so where an output kernel has more than one input
+            channel.
+        transposed: whether ``weight`` belongs to a transposed convolution.
+
+    Returns:
+        w'', in the shape, dtype and memory format of ``weight``.
+
+    Example:
+        >>> import torch
+        >>> a = torch.tensor([[1.0, 3.0]])
+        >>> w = balance(torch.tensor([[1.0, -1.0], [2.0, 1.0]]), a, one_pass=False)
+        >>> w  # in each row the positive weight contributes +1 and the negative one -1
+        tensor([[ 1.0000, -0.3333],
+                [ 1.0000, -0.3333]])
+        >>> (a * w).sum(1)
+        tensor([0., 0.])
+    """
+    _, inputs = channels_of(weight, groups, transposed)
+    shifted = Options(shift=shift).shifts(inputs // groups)
+    return method.balance(weight, mass, gain, one_pass, groups, shift=shifted, transposed=transposed)[0]
 
 
 def bal_conv(
@@ -120,13 +174,14 @@ def bal_conv(
     *,
     padding_mode: str = "zeros",
     training: bool = True,
+    running_mean: Tensor | None = None,
     running_mass: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    r"""Balanced convolution, ``conv(input, w'') + bias``, over as many axes as the kernel has.
+    r"""Balanced convolution, ``conv(input, w'') + bias - sum w'' mu``, over as many axes as the kernel has.
 
-    w'' is the :func:`balance` of the weight for the input's mass. ``bal_conv1d``, ``bal_conv2d`` and ``bal_conv3d`` are
+    w'' is the :func:`balance` of the weight for the input's mass, and mu the input's mean. ``bal_conv1d``, ``bal_conv2d`` and ``bal_conv3d`` are
     the same function, but check the number of axes.
 
     Args:
@@ -138,9 +193,10 @@ def bal_conv(
             :func:`balnorm.init.unit_variance_scale`.
         stride, padding, dilation, groups: as in :func:`torch.nn.functional.conv2d`.
         padding_mode: as in :class:`torch.nn.Conv2d`.
-        training: use the mass of this batch (``True``, the default), or ``running_mass`` if there is one.
-        running_mass, num_batches_tracked: the moving average of the mass and the number of batches in it; updated in
-            place in training, and only read otherwise.
+        training: use the statistics of this batch (``True``, the default), or the running ones if there are any.
+        running_mean, running_mass, num_batches_tracked: the moving averages of the statistics and the number of batches
+            in them; updated in place in training, and only read otherwise. Without a ``running_mass`` the others are
+            not used.
         **options: ``mass``, ``one_pass`` and the other fields of :class:`Options`.
 
     Example:
@@ -152,8 +208,8 @@ def bal_conv(
     """
     geometry = geometry_of(_kernel("bal_conv", weight), stride, padding, dilation, groups, padding_mode)
     checked = Options.of("bal_conv()", options)
-    plan = Plan(geometry, checked)
-    return conv.balanced_conv(input, weight, bias, gain, None, plan, training, running_mass, num_batches_tracked)
+    running = (running_mean, running_mass, num_batches_tracked)
+    return function.balanced_conv(input, weight, bias, gain, None, geometry, checked, training, *running)
 
 
 def bal_conv_transpose(
@@ -168,6 +224,7 @@ def bal_conv_transpose(
     dilation: int | Sequence[int] = 1,
     *,
     training: bool = True,
+    running_mean: Tensor | None = None,
     running_mass: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
     **options: Any,
@@ -188,8 +245,8 @@ def bal_conv_transpose(
     kernel = _kernel("bal_conv_transpose", weight)
     geometry = geometry_of(kernel, stride, padding, dilation, groups, transposed=True, output_padding=output_padding)
     checked = Options.of("bal_conv_transpose()", options)
-    plan = Plan(geometry, checked)
-    return conv.balanced_conv(input, weight, bias, gain, None, plan, training, running_mass, num_batches_tracked)
+    running = (running_mean, running_mass, num_batches_tracked)
+    return function.balanced_conv(input, weight, bias, gain, None, geometry, checked, training, *running)
 
 
 def bal_linear(
@@ -199,17 +256,19 @@ def bal_linear(
     gain: Tensor | None = None,
     *,
     training: bool = True,
+    running_mean: Tensor | None = None,
     running_mass: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    r"""Balanced linear map, ``input @ w''.T + bias``: a 1x1 convolution whose mass is the mean input.
+    r"""Balanced linear map, ``input @ w''.T + bias - sum w'' mu``: a 1x1 convolution.
 
     Args:
         input: (\*, C) with any leading dimensions; ``stats_fraction`` takes its part of the first.
         weight: (D, C).
         bias, gain: (D,) or ``None``.
-        training, running_mass, num_batches_tracked, **options: as in :func:`bal_conv`, with one kind of mass.
+        training, running_mean, running_mass, num_batches_tracked, **options: as in :func:`bal_conv`, with one kind of
+            mass.
 
     Example:
         >>> import torch
@@ -218,8 +277,8 @@ def bal_linear(
         ((5, 7, 4), True)
     """
     checked = Options.of("bal_linear()", options)
-    plan = Plan(geometry_of(()), checked)
-    return conv.balanced_conv(input, weight, bias, gain, None, plan, training, running_mass, num_batches_tracked)
+    running = (running_mean, running_mass, num_batches_tracked)
+    return function.balanced_conv(input, weight, bias, gain, None, geometry_of(()), checked, training, *running)
 
 
 def _kernel(name: str, weight: Tensor) -> tuple[int, ...]:

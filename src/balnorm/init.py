@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from balnorm.core.geometry import by_output
+from balnorm._core.geometry import by_output
 
 __all__ = ["balanced_normal_", "unit_variance_scale"]
 
@@ -48,16 +48,19 @@ def balanced_normal_(
     return weight
 
 
-def unit_variance_scale(fan_in: float, phases: int = 1) -> float:
-    r"""The output scale that gives outputs of variance 1 for independent rectified Gaussian inputs.
+def unit_variance_scale(fan_in: float, phases: int = 1, *, centred: bool = False) -> float:
+    r"""The output scale that gives outputs of variance 1 for independent inputs.
 
-    Balanced outputs shrink with fan-in, the number of weights that an output element meets. For such inputs and normal
-    weights, Var(y) = 2 pi (pi - 1) / fan_in. The outputs of a transposed convolution fall into as many phases as its
-    stride has steps, each made by weights of its own. The weights are balanced together, not phase by phase, which
-    leaves Var(y) = 2 pi (pi - 1 / phases) / fan_in.
+    Balanced outputs shrink with fan-in, the number of weights that an output element meets. For normal weights, Var(y) =
+    2 pi k / fan_in, where k is the variance of the inputs in units of their squared mass: pi - 1 for rectified
+    Gaussians. With a ``centred`` mass it hardly depends on the input: 1.57 for Gaussians, 1.60 for rectified ones.
+
+    The outputs of a transposed convolution fall into as many phases as its stride has steps, each made by weights of
+    its own. The weights are balanced together, not phase by phase, which leaves k = pi - 1 / phases.
 
     Example:
         >>> round(unit_variance_scale(64 * 9), 3)
         6.543
     """
-    return math.sqrt(fan_in / (2 * math.pi * (math.pi - 1 / phases)))
+    k = 1.6 if centred else math.pi - 1 / phases
+    return math.sqrt(fan_in / (2 * math.pi * k))

@@ -1,11 +1,10 @@
-"""The layers. They hold state and make one call each; the maths is in :mod:`balnorm.core`."""
+"""The layers. They hold state and make one call each; the maths is in :mod:`balnorm._core`."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import math
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -13,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from balnorm.core import conv
-from balnorm.core.balance import balance
-from balnorm.core.geometry import Geometry, channels_of, geometry_of
-from balnorm.core.options import LayerOptions, Options
-from balnorm.core.plan import Plan
-from balnorm.core.torch_private import is_watched, output_padding_for, torch_transforms_the_program
+from balnorm import _checks
+from balnorm._checks import BalNormWarning, is_readable, warn
+from balnorm._core import function, method
+from balnorm._core.geometry import Geometry, channels_of, geometry_of
+from balnorm._core.method import Statistics
+from balnorm._core.options import MASSES, LayerOptions, Options
+from balnorm._core.torch_private import output_padding_for
 from balnorm.init import balanced_normal_, unit_variance_scale
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BALANCED",
-    "HAS_HOOKS",
     "BalNormConv1d",
     "BalNormConv2d",
     "BalNormConv3d",
@@ -37,23 +36,13 @@ __all__ = [
     "BalNormLinear",
     "BalNormWarning",
     "LayerOptions",
-    "exact_mass",
-    "is_readable",
     "layer_geometry",
-    "layer_plan",
-    "warn",
+    "layer_statistics",
 ]
 
 
-class BalNormWarning(UserWarning):
-    """A balanced layer may not do what you expect. The message says why and what helps.
-
-    Each layer warns once. ``warnings.simplefilter("ignore", BalNormWarning)`` silences all of them.
-    """
-
-
 class BalNormLayer(nn.Module):
-    """The base of all balanced layers: options, gain and running mass.
+    """The base of all balanced layers: options, gain and running statistics.
 
     Use it to find them, as in ``isinstance(module, BalNormLayer)``; it is not a layer itself.
 
@@ -61,12 +50,15 @@ class BalNormLayer(nn.Module):
         weight: the raw weight w, an ordinary leaf parameter. The layer computes with :meth:`effective_weight`.
         bias: (D,), or ``None``.
         gain: (D,), a parameter that starts at 1; with ``affine=False``, a buffer that stays at 1.
-        output_scale: a constant factor besides the gain, a buffer with one element.
-        running_mass: moving average of the input's mass, or ``None`` with ``track_running_stats=False``.
-        num_batches_tracked: the number of batches in ``running_mass``.
-        stats_frozen: if ``True``, the layer uses ``running_mass`` and does not update it, in training mode too. Unlike
-            ``eval()``, this survives ``train()``.
-        options: the layer's options, a :class:`~balnorm.core.options.LayerOptions`. Each can be read, and most can be
+        output_scale: (D,), a constant factor besides the gain.
+        running_mean, running_mass: moving averages of the input's statistics, or ``None`` with
+            ``track_running_stats=False``.
+        num_batches_tracked: the number of batches in them.
+        form: the options that change what the layer computes, as numbers. A state dict takes them along, and loading it
+            into a layer with other options warns.
+        stats_frozen: if ``True``, the layer uses the running statistics and does not update them, in training mode too.
+            Unlike ``eval()``, this survives ``train()``.
+        options: the layer's options, a :class:`~balnorm._core.options.LayerOptions`. Each can be read, and most can be
             set, as an attribute of the layer, as in ``layer.momentum = 0.01``.
     """
 
@@ -76,7 +68,7 @@ class BalNormLayer(nn.Module):
     _arguments: ClassVar[tuple[str, ...]]
     """The constructor arguments, and attributes, that the plain layer has too."""
 
-    _version = 2  # of the state dict; version 1 (balnorm 0.1) had no output_scale, and the gain contained it
+    _version = 3  # of the state dict; version 2 (balnorm 0.2) had no running_mean, and one output_scale for all outputs
 
     groups: int
     transposed: bool
@@ -84,19 +76,19 @@ class BalNormLayer(nn.Module):
     bias: Tensor | None
     gain: Tensor
     output_scale: Tensor
+    running_mean: Tensor | None
     running_mass: Tensor | None
     num_batches_tracked: Tensor | None
+    form: Tensor
     options: LayerOptions
-    _plan: Plan
-    _unchecked: bool = True
-    """Whether ``state_dict()`` has to check the statistics: once after ``train()``, or when they were replaced."""
+    _geometry: Geometry
 
     def _set_up(self, keywords: dict[str, Any]) -> None:
         """Add what torch's own layer lacks: options, state and initial values."""
         self.options = LayerOptions.of(f"{type(self).__name__}()", keywords)
-        self._plan = Plan(layer_geometry(self), self.options)
+        self._geometry = layer_geometry(self)
         self.stats_frozen = False
-        self._early_batches = _EARLY_BATCHES
+        self._unwatched = False
         self._warned: set[str] = set()
         like: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
         outputs, inputs = channels_of(self.weight, self.groups, self.transposed)
@@ -105,25 +97,31 @@ class BalNormLayer(nn.Module):
             self.gain = nn.Parameter(gain)
         else:
             self.register_buffer("gain", gain)
-        self.register_buffer("output_scale", torch.empty((), **like))
-        running_mass = counter = None
+        self.register_buffer("output_scale", torch.empty(outputs, **like))
+        running_mean = running_mass = counter = None
         if self.options.track_running_stats:
-            running_mass = torch.empty(self._plan.mass_shape(inputs), **like)
+            shape = self._geometry.statistics_shape(inputs, self._geometry.kind_of(self.options.mass))
+            running_mean, running_mass = torch.empty(shape, **like), torch.empty(shape, **like)
             counter = torch.empty((), device=self.weight.device, dtype=torch.long)
+        self.register_buffer("running_mean", running_mean)
         self.register_buffer("running_mass", running_mass)
         self.register_buffer("num_batches_tracked", counter)
+        self.register_buffer("form", torch.empty(len(_FORM), **like))
         self.reset_parameters()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight" and type(value).__module__.partition(".")[0] == "torchao":
-            raise TypeError(f"a quantised weight cannot be balanced: {_FOLD} ({type(self).__name__})")
+        if name == "weight":
+            _checks.refuse_quantised(self, value)
         super().__setattr__(name, value)
         if name == "qconfig" and (value is not None or isinstance(self, nn.Linear)):
             # torch.ao.quantization sets it on every layer; quantize_dynamic, which is for linear layers, sets None
-            warn(self, _QUANTISED)
-        if "_plan" in vars(self) and (name == "options" or name in self._arguments):
+            warn(self, _checks.QUANTISED)
+        if "form" in vars(self).get("_buffers", ()):
             # as in layer.momentum = 0.01, or conv.padding_mode = "circular", long after construction
-            self._plan = Plan(layer_geometry(self), self.options)
+            if name in self._arguments:
+                self._geometry = layer_geometry(self)
+            elif name == "options":
+                self._write_form()
 
     def reset_parameters(self) -> None:
         """Draw a balanced weight, set the gain to 1 and the bias to 0, and forget the statistics."""
@@ -137,114 +135,104 @@ class BalNormLayer(nn.Module):
         nn.init.ones_(self.gain)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+        self._write_form()
         self.reset_running_stats()
 
-    def reset_running_stats(self) -> None:
-        """Forget the statistics: ``running_mass`` is ones until the next batch in training mode."""
-        self._forget_mass()
-        self._early_batches, self._unchecked = _EARLY_BATCHES, True
+    def _write_form(self) -> None:
+        with torch.no_grad():
+            self.form.copy_(torch.tensor(_form(self)))
 
-    def _forget_mass(self) -> None:
-        if self.running_mass is not None and self.num_batches_tracked is not None:
+    def reset_running_stats(self) -> None:
+        """Forget the statistics: until the next batch in training mode, means are 0 and masses 1."""
+        if self.running_mean is not None and self.running_mass is not None and self.num_batches_tracked is not None:
+            self.running_mean.zero_()
             self.running_mass.fill_(1)
             self.num_batches_tracked.zero_()
+        self._unwatched = False
 
     def effective_weight(self, input: Tensor | None = None, output_size: Sequence[int] | None = None) -> Tensor:
         """The weight w'' that the layer uses: balanced, and multiplied by the gain and the output scale.
 
         Args:
-            input: take the mass of this batch, as in training mode; ``None`` takes ``running_mass``, as in eval mode.
-                With ``sync_stats=True`` it is that of all processes' batches if the layer is in training mode.
+            input: take the statistics of this batch, as in training mode; ``None`` takes the running ones, as in eval
+                mode. With ``sync_stats=True`` they are those of all processes' batches if the layer is in training
+                mode.
             output_size: of a transposed convolution, if you give ``forward`` one.
         """
+        return self._effective(input, output_size)[0]
+
+    def effective_bias(self, input: Tensor | None = None, output_size: Sequence[int] | None = None) -> Tensor:
+        """What the layer adds to the convolution with :meth:`effective_weight`: the bias less sum w'' mu, (D,)."""
+        return self._effective(input, output_size)[1]
+
+    def _effective(self, input: Tensor | None, output_size: Sequence[int] | None) -> tuple[Tensor, Tensor]:
         if type(self.weight) not in (Tensor, nn.Parameter) and hasattr(self.weight, "full_tensor"):
             raise RuntimeError(
                 "the parameters of this layer are sharded: gather them first, with unshard() on the FSDP module, or "
                 "load the full state dict (torch.distributed.checkpoint.state_dict) into an unsharded model"
             )
         if input is not None:
-            mass = conv.input_mass(input, layer_plan(self, input, output_size), alone=not self.training)
-        elif self.running_mass is not None:
-            mass = self.running_mass.clone()  # backward may need it after the buffer has changed
+            geometry = layer_geometry(self, input, output_size)
+            found = function.input_statistics(input, geometry, self.options, alone=not self.training)
+        elif self.running_mean is not None and self.running_mass is not None:
+            # clones: backward may need them after the buffers have changed
+            found = Statistics(self.running_mean.clone(), self.running_mass.clone())
         else:
             raise RuntimeError(
-                "effective_weight() needs a running mass, and this layer has track_running_stats=False: "
+                "effective_weight() needs running statistics, and this layer has track_running_stats=False: "
                 "its weight depends on each batch, so give it one, as in effective_weight(input)"
             )
-        gain = self.gain * self.output_scale
-        return balance(self.weight, mass, gain, self.options.one_pass, self.groups, transposed=self.transposed)
+        weight, offset = method.balance(
+            self.weight,
+            found.mass,
+            self.gain * self.output_scale,
+            self.options.one_pass,
+            self.groups,
+            shift=self.shifts,
+            transposed=self.transposed,
+            mean=found.mean,
+        )
+        return weight, (-offset if self.bias is None else self.bias - offset).to(self.weight.dtype)
 
-    def _forward(self, input: Tensor, plan: Plan) -> Tensor:
+    @property
+    def shifts(self) -> bool:
+        """Whether the weighted mean is subtracted from the kernels of this layer."""
+        _, inputs = channels_of(self.weight, self.groups, self.transposed)
+        return self.options.shifts(inputs // self.groups)
+
+    def _forward(self, input: Tensor, geometry: Geometry) -> Tensor:
+        training = self.training and not self.stats_frozen
         if not torch.compiler.is_compiling():
             if isinstance(input, Proxy):
-                raise TypeError(f"torch.fx cannot trace through a {type(self).__name__}: {_FOLD}, or make it a leaf")
-            # Nested, not joined with "and": torch.compile would guard on the counter, and recompile as it counts down.
-            # Replicas of nn.DataParallel are new at every step: their counters would never reach 0.
-            if self._early_batches and not getattr(self, "_is_replica", False):
-                self._look_at(input)
+                raise TypeError(
+                    f"torch.fx cannot trace through a {type(self).__name__}: {_checks.FOLD}, or make it a leaf"
+                )
+            if not training and not self._unwatched:
+                _checks.look_for_statistics(self, input)
         buffers = self._buffers  # at a fraction of what the attributes cost
-        return conv.balanced_conv(
+        return function.balanced_conv(
             input,
             self.weight,
             self.bias,
             self.gain,
             buffers["output_scale"],
-            plan,
-            self.training and not self.stats_frozen,
+            geometry,
+            self.options,
+            training,
+            buffers["running_mean"],
             buffers["running_mass"],
             buffers["num_batches_tracked"],
         )
 
-    def train(self, mode: bool = True) -> Self:
-        if mode:
-            self._unchecked = True
-        elif self.training:
-            self.check_statistics()
-        return super().train(mode)
-
-    def check_statistics(self, name: str | None = None) -> None:
-        """Warn once if the running mass shows that the input cancels. ``eval()``, ``fold`` and the first save call it.
-
-        It reads values, so it waits for the device.
-        """
-        mass = self.running_mass
-        if self.options.signed_input or mass is None or not is_readable(mass):
-            return
-        self._unchecked = False
-        if mass.sum() < _CANCELLING * mass.abs().sum():
-            warn(self, _CANCELS, name)
-
-    def _look_at(self, input: Tensor) -> None:
-        """Look at the values of a few early batches, where a mistake shows and waiting for the device costs little."""
-        if torch_transforms_the_program() or is_watched() or not is_readable(input) or not is_readable(self.weight):
-            return
-        if input.is_cuda and torch.cuda.is_current_stream_capturing():  # a CUDA graph cannot wait
-            return
-        self._early_batches -= 1
-        if self.training and not self.stats_frozen:
-            if not self.options.signed_input and input.numel():
-                values = input.detach()
-                if values.sum() < _CANCELLING * values.abs().sum():
-                    warn(self, _CANCELS)
-        elif self.num_batches_tracked is not None and self.num_batches_tracked == 0:
-            warn(self, _NO_STATISTICS)
-
-    def _save_to_state_dict(self, *args: Any) -> None:
-        if self._unchecked:  # not each time: averages of weights ask for the state dict at every step
-            self.check_statistics()
-        super()._save_to_state_dict(*args)
-
     def fuse(self) -> nn.Module:
-        """Return the plain torch layer that computes what this one computes in eval mode."""
-        if self.num_batches_tracked is not None and is_readable(self.num_batches_tracked):
-            if self.num_batches_tracked == 0:
-                warn(self, _NO_STATISTICS)
-            self.check_statistics()
+        """Return the plain torch layer that computes what this one computes in eval mode. It always has a bias."""
+        if _checks.has_no_statistics(self):
+            warn(self, _checks.NO_STATISTICS)
         # On the meta device torch's constructor spends neither time nor random numbers on values that go anyway.
-        plain = self.plain(**self._shared_arguments(self), bias=self.bias is not None, device="meta")
-        plain.weight = _parameter(self.effective_weight(), self.weight.requires_grad)
-        if self.bias is not None:
-            plain.bias = _parameter(self.bias, self.bias.requires_grad)
+        plain = self.plain(**self._shared_arguments(self), bias=True, device="meta")
+        weight, bias = self._effective(None, None)
+        plain.weight = _parameter(weight, self.weight.requires_grad)
+        plain.bias = _parameter(bias, self.weight.requires_grad if self.bias is None else self.bias.requires_grad)
         return plain.train(self.training)
 
     @classmethod
@@ -278,21 +266,37 @@ class BalNormLayer(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        gain, scale = prefix + "gain", prefix + "output_scale"
-        # Parameters alone, as in some files and averages of weights, do not tell their version: they stay as they are.
-        of_version_1 = metadata.get("version") == 1 or prefix + "running_mass" in state_dict
-        if of_version_1 and gain in state_dict and scale not in state_dict:
-            factor = self.output_scale
-            if factor.is_meta:
-                factor = torch.full_like(factor, self._initial_scale(), device=state_dict[gain].device)
-            state_dict[gain] = state_dict[gain] / factor.to(state_dict[gain])
-            state_dict[scale] = factor.clone()
+        names = ("gain", "output_scale", "running_mean", "running_mass", "form")
+        gain, scale, mean, mass, form = (prefix + name for name in names)
+        if mass in state_dict and mean not in state_dict and self.running_mass is not None:
+            self._migrate(state_dict, scale, mean, mass)
+        found = state_dict.get(form)
+        if found is None:
+            # Parameters alone, as in some files and averages of weights, say nothing of options.
+            if scale in state_dict or mass in state_dict:
+                state_dict[form] = self.form
+        elif found.shape == self.form.shape and is_readable(found):
+            _checks.compare_forms(self, prefix.rstrip("."), [round(float(code)) for code in found], _form(self), _FORM)
+            state_dict[form] = self.form
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        self._unchecked = True
+        if form in missing_keys:
+            missing_keys.remove(form)
+        self._unwatched = False
         # Only a warning: an error would forbid strict=False, which we cannot see here.
         is_first = [key for key in missing_keys if key.endswith("gain")] == [gain]
         if is_first and prefix + "weight" in state_dict:
-            warn(self, _OF_PLAIN_LAYERS, prefix.rstrip("."))
+            warn(self, _checks.OF_PLAIN_LAYERS, prefix.rstrip("."))
+
+    def _migrate(self, state_dict: dict[str, Any], scale: str, mean: str, mass: str) -> None:
+        """Make the state of a layer of balnorm 0.2 one of today's that evaluates to the same.
+
+        It shifted every kernel, and its mean was the mass: sum w'' mu is then 0.
+        """
+        state_dict[mean] = state_dict[mass].clone()
+        if scale in state_dict and state_dict[scale].dim() == 0:
+            state_dict[scale] = state_dict[scale].expand(self.output_scale.shape).clone()
+        if not self.shifts and self.options.shift == "auto":
+            self.options = dataclasses.replace(self.options, shift=True)
 
     def extra_repr(self) -> str:
         values = [(field.name, getattr(self.options, field.name), field.default) for field in _FIELDS]
@@ -306,7 +310,7 @@ class BalNormLayer(nn.Module):
         return self._unit_variance_scale() if isinstance(scale, str) else scale
 
     def _unit_variance_scale(self) -> float:
-        return unit_variance_scale(fan_in=self.weight[0].numel())
+        return unit_variance_scale(fan_in=self.weight[0].numel(), centred=self.options.centred)
 
 
 class _BalNormConv(BalNormLayer):
@@ -367,7 +371,7 @@ class _BalNormConv(BalNormLayer):
         return cls._from_plain(conv, options)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._forward(input, self._plan)
+        return self._forward(input, self._geometry)
 
 
 class _BalNormConvTranspose(BalNormLayer):
@@ -418,12 +422,13 @@ class _BalNormConvTranspose(BalNormLayer):
         return cls._from_plain(conv, options)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        return self._forward(input, layer_plan(self, input, output_size))
+        geometry = self._geometry if output_size is None else layer_geometry(self, input, output_size)
+        return self._forward(input, geometry)
 
     def _unit_variance_scale(self) -> float:
         phases = math.prod(self.stride)
         fan_in = self.weight[:, 0].numel() / self.groups / phases  # each output meets one phase's part of the kernel
-        return unit_variance_scale(fan_in, phases)
+        return unit_variance_scale(fan_in, phases, centred=self.options.centred)
 
 
 class BalNormConv1d(_BalNormConv, nn.Conv1d):
@@ -445,19 +450,18 @@ class BalNormConv2d(_BalNormConv, nn.Conv2d):
     and negative weights contribute the same fixed amount to the output:
 
     .. math::
-        b_d = -\frac{\sum m\,w_d}{\sum m}, \qquad s_d = \frac{1}{\sum m\,(w_d + b_d)\,I}, \qquad
-        y = x * \mathrm{gain}_d\,\mathrm{output\_scale}\,s_d\,(w_d + b_d) + \mathrm{bias}_d
+        p = \frac{a}{\sum a}, \qquad w'_d = w_d - \sum p\,w_d, \qquad c_d = \sum p\,w'_d\,I, \qquad
+        w''_d = \frac{\mathrm{gain}_d\,\mathrm{output\_scale}_d\,w'_d}{c_d \sum a}, \qquad
+        y = x * w''_d + \mathrm{bias}_d - \sum w''_d\,\mu
 
-    Here m is the mass of the input: how much of it a weight meets per output element. The gradient includes that of
-    the mass. No activation is normalised, so the layer keeps no normalised copy for the backward pass.
+    Here :math:`\mu` and a are mean and mass of the input: how much of x, and of \|x\|, a weight meets per output
+    element. Behind a ReLU they are the same, and the last sum is 0: the layer of the paper. The gradient includes that
+    of the statistics. No activation is normalised, so the layer keeps no normalised copy for the backward pass.
 
-    In training mode m is the mass of the batch, and ``running_mass`` becomes ``(1 - a) * running_mass + a * m`` with
-    ``a = max(momentum, 1 / num_batches_tracked)``. In eval mode m is ``running_mass``; the output then depends on
-    neither the rest of the batch nor the image size, and :meth:`fuse` returns a plain convolution that computes the
-    same.
-
-    The layer expects inputs that are not negative, as after a ReLU. Give it pixels in [0, 1], not mean-subtracted
-    ones; for other inputs, use ``signed_input=True``.
+    In training mode the statistics are those of the batch, and ``running_mean`` and ``running_mass`` become
+    ``(1 - r) * running + r * batch`` with ``r = max(momentum, 1 / num_batches_tracked)``. In eval mode the running ones
+    are used; the output then depends on neither the rest of the batch nor the image size, and :meth:`fuse` returns a
+    plain convolution that computes the same.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype: as
@@ -468,13 +472,17 @@ class BalNormConv2d(_BalNormConv, nn.Conv2d):
             them evenly, as ``"channel"`` does.
         one_pass: I is the sign of the weight before the shift (``True``, as in the paper's experiments) or after it
             (``False``: exactly balanced).
-        stats_fraction: take m from this leading part of the batch; less than 1 adds noise, which regularises.
-        signed_input: take m from ``|x|``.
-        output_scale: a constant factor besides the gain: ``"unit_variance"`` for outputs of variance 1 behind rectified
-            Gaussian inputs, or a number; 1.0 is the literal reading of the paper.
+        stats_fraction: take the statistics from this leading part of the batch; less than 1 adds noise, which
+            regularises.
+        shift: subtract the weighted mean of the kernel, as the paper does. It takes one degree of freedom from every
+            output kernel, so ``"auto"`` leaves it out where a kernel has a single input channel (depthwise layers);
+            then :math:`w' = w` and :math:`c = \frac12 \sum p\,|w|`.
+        centred: take the mass of \|x - mean\|: for inputs that do not come from a ReLU. It reads the input twice.
+        output_scale: a constant factor besides the gain: ``"unit_variance"`` for outputs of variance 1, given rectified
+            Gaussian inputs (``centred``: almost any), or a number; 1.0 is the literal reading of the paper.
         affine: whether the gain is learned. If not, it stays at 1. (The bias has its own argument.)
-        momentum: the weight of the newest batch in ``running_mass``; ``None`` is the plain average of all batches.
-        track_running_stats: whether there is a ``running_mass``. If not, eval mode uses the batch too.
+        momentum: the weight of the newest batch in the running statistics; ``None`` is the plain average of all batches.
+        track_running_stats: whether there are running statistics. If not, eval mode uses the batch too.
         sync_stats: sum the statistics over all processes, where :mod:`torch.distributed` is initialised.
         process_group: the processes to sum over; ``None`` is all of them.
 
@@ -595,7 +603,7 @@ class BalNormLinear(BalNormLayer, nn.Linear):  # type: ignore[misc]  # torch doe
         return cls._from_plain(linear, options)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._forward(input, self._plan)
+        return self._forward(input, self._geometry)
 
 
 BALANCED: dict[type[nn.Module], type[BalNormLayer]] = {
@@ -624,17 +632,23 @@ def layer_geometry(layer: nn.Module, input: Tensor | None = None, output_size: S
     return geometry._replace(output_padding=output_padding_for(layer, input, output_size))
 
 
-def layer_plan(layer: BalNormLayer, input: Tensor, output_size: Sequence[int] | None = None) -> Plan:
-    """The plan of a balanced layer for this input and output size."""
-    if output_size is None:
-        return layer._plan
-    return Plan(layer_geometry(layer, input, output_size), layer.options)
+def layer_statistics(
+    layer: nn.Module,
+    input: Tensor,
+    output_size: Sequence[int] | None = None,
+    *,
+    options: Options | None = None,
+    exact: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Mean and mass of an input, as a layer meets it, balanced (with its own options, unless given) or plain.
 
-
-def exact_mass(layer: nn.Module, input: Tensor, output_size: Sequence[int] | None, signed: bool) -> Tensor:
-    """What every weight of a layer, balanced or plain, meets of ``input`` (or of ``|input|``) per output element."""
-    options = Options(mass="position", signed_input=signed)
-    return conv.input_mass(input, Plan(layer_geometry(layer, input, output_size), options), exact=True)
+    ``exact`` counts by position even where the kernel is larger than the image.
+    """
+    if options is None:
+        options = layer.options if isinstance(layer, BalNormLayer) else Options()
+    geometry = layer_geometry(layer, input, output_size)
+    mean, mass, _ = function.input_statistics(input, geometry, options, exact=exact, alone=True)
+    return mean, mass
 
 
 def _parameter(values: Tensor, requires_grad: bool) -> nn.Parameter:
@@ -642,40 +656,25 @@ def _parameter(values: Tensor, requires_grad: bool) -> nn.Parameter:
     return nn.Parameter(values.detach().clone(), requires_grad=requires_grad)
 
 
-_EARLY_BATCHES = 3
-_CANCELLING = 0.2
-"""Inputs cancel if their sum is less than this part of the sum of their magnitudes. Behind SiLU it is about half."""
-_CANCELS = (
-    "{} gets negative inputs about as often as positive ones: its mass cancels, and its outputs can be of any size. "
-    "Feed it values that are not negative (pixels in [0, 1], not mean-subtracted ones), or give it signed_input=True"
-)
-_NO_STATISTICS = (
-    "{} has no statistics yet: its running mass is all ones, and its output is not what it was trained for. Train it, "
-    "or estimate them with balnorm.update_stats(loader, model)"
-)
-HAS_HOOKS = "{} has hooks, which the folded layer does not get: its output may differ"
-_FOLD = "fold the model first, with balnorm.fold(model)"
-_QUANTISED = (
-    "{} is about to be quantised, and torch's quantisation does not know balanced layers: it leaves this one in "
-    "floating point, or the model fails when it runs. To quantise it, " + _FOLD
-)
-_OF_PLAIN_LAYERS = (
-    "{} was given the weight of a layer that is not balanced, as from a network with BatchNorm, whose scales and "
-    "statistics have no place here. Load the state dict into the original network and convert that: "
-    "balnorm.convert(model, calibrate=batch)"
-)
+_FORM = {
+    "mass": MASSES,
+    "one_pass": (False, True),
+    "shift": (False, True),
+    "centred": (False, True),
+}
+"""The options that change what a layer computes, and their values in the order of their codes."""
 
 
-def warn(layer: BalNormLayer, message: str, name: str | None = None) -> None:
-    """Warn about a layer, unless it has had this warning before."""
-    if message not in layer._warned:
-        layer._warned.add(message)
-        warnings.warn(message.format(name or repr(layer)), BalNormWarning, stacklevel=3)
-
-
-def is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor has values to look at: it is not on the meta device, and not a subclass without values."""
-    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+def _form(layer: BalNormLayer) -> list[int]:
+    """The codes of these options. A pointwise layer computes the same with either mass."""
+    options = layer.options
+    values = {
+        "mass": layer._geometry.kind_of(options.mass),
+        "one_pass": options.one_pass or not layer.shifts,
+        "shift": layer.shifts,
+        "centred": options.centred,
+    }
+    return [allowed.index(values[name]) for name, allowed in _FORM.items()]
 
 
 _FIELDS = dataclasses.fields(LayerOptions)
@@ -710,7 +709,7 @@ def _signature(layer: type[BalNormLayer]) -> inspect.Signature:
 
 
 for _field in _FIELDS:
-    if _field.name != "output_scale":  # the attribute is the buffer, which scale_to_data() may have changed since
+    if _field.name != "output_scale":  # the attribute is the buffer, which a conversion sets
         setattr(BalNormLayer, _field.name, _option(_field.name))
 for _layer in BALANCED.values():
     _layer.__signature__ = _signature(_layer)  # type: ignore[attr-defined]

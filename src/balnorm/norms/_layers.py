@@ -13,8 +13,8 @@ from torch.nn import BatchNorm2d
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
-from balnorm.core.mass import leading_samples
-from balnorm.core.torch_private import recomputing
+from balnorm._core.method import leading_samples
+from balnorm._core.torch_private import recomputing
 from balnorm.layers import BalNormConv2d
 
 __all__ = [

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from balnorm.core.geometry import by_output
-from balnorm.layers import BALANCED, BalNormConv2d, BalNormLayer, BalNormWarning, is_readable
+from balnorm._core.geometry import by_output
+from balnorm._checks import BalNormWarning, is_readable
+from balnorm.layers import BALANCED, BalNormConv2d, BalNormLayer
 from balnorm.surgery._attribution import attribute, is_batch_norm, is_norm_act
-from balnorm.surgery._calibrate import match, measure, one_batch
 from balnorm.surgery._decisions import Action, Balanced, Because, Decision, Kept, Place, Reason, Removed, explain
 from balnorm.surgery._flow import data_flow
 from balnorm.surgery._model import ModelT, refuse_wrapped, replace_modules
-from balnorm.surgery._shifts import move_shifts
 from balnorm.text_table import text_table
 
 __all__ = ["ConversionReport", "convert"]
@@ -78,7 +77,6 @@ def convert(
     example_input: Tensor | tuple[Any, ...] | None = None,
     skip: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
-    calibrate: Any = None,
     strict: bool = False,
     dry_run: bool = False,
     **options: Any,
@@ -147,23 +145,15 @@ def convert(
         warnings.warn(message, stacklevel=2)
     matched: dict[nn.Module, str] = {}
     if not dry_run:
-        batch = None if calibrate is None else one_batch(calibrate, model)
         new = dict[nn.Module, nn.Module]()
         for module, decision in decisions.items():
             if isinstance(decision, Balanced):
                 new[module] = _balanced_layer(module, decision, options)
             elif isinstance(decision, Removed):
                 new[module] = _without_norm(module)
-        targets = {}
-        if batch is not None:
-            without_bias = [module for module, made in new.items() if getattr(made, "bias", None) is None]
-            targets = measure(model, decisions, move_shifts(decisions, flow, without_bias), batch)
         # Up to here nothing has changed the model, so a mistake in the arguments leaves it as it was.
         _let_activations_copy(decisions)
         replace_modules(model, new)
-        if batch is not None:
-            done = match(model, {new[layer]: target for layer, target in targets.items()}, batch)  # type: ignore[misc]
-            matched = {layer: done[new[layer]] for layer in targets if new[layer] in done}  # type: ignore[index]
         if dead := [text for module, layer in new.items() if (text := _of_one_sign(names[module], layer))]:
             message = f"kernels whose weights all have one sign stay constant in one pass: {'; '.join(dead)}"
             warnings.warn(f"{message}. Give convert one_pass=False", BalNormWarning, stacklevel=2)
@@ -225,7 +215,7 @@ def _report(
 
 def _balanced_layer(layer: nn.Module, decision: Balanced, options: dict[str, Any]) -> nn.Module:
     norm, follows = decision.norm, decision.place is Place.FOLLOWS
-    taken_over: dict[str, Any] = {"signed_input": decision.signed}
+    taken_over: dict[str, Any] = {"centred": decision.signed}
     if isinstance(norm, _BatchNorm):
         taken_over |= {
             "momentum": norm.momentum,

@@ -23,7 +23,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from balnorm.core.torch_private import storage_key
+from balnorm._core.torch_private import storage_key
 from balnorm.layers import BalNormLayer
 from balnorm.surgery._model import undisturbed
 

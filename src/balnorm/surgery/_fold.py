@@ -7,7 +7,8 @@ import logging
 
 from torch import nn
 
-from balnorm.layers import HAS_HOOKS, BalNormLayer, warn
+from balnorm._checks import HAS_HOOKS, warn
+from balnorm.layers import BalNormLayer
 from balnorm.surgery._model import ModelT, refuse_wrapped, replace_modules
 
 __all__ = ["fold"]

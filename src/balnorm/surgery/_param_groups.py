@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList
 
-from balnorm.core.torch_private import is_weight_norm
+from balnorm._core.torch_private import is_weight_norm
 
 __all__ = ["param_groups"]
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from balnorm.core import conv
-from balnorm.layers import BalNormLayer, layer_plan, warn
+from balnorm._checks import warn
+from balnorm._core import function
+from balnorm.layers import BalNormLayer, layer_geometry
 from balnorm.surgery._model import in_double_precision, input_of_batch, uncompiled, undisturbed
 
 __all__ = ["balanced_output", "before_each_layer", "scale_to_data"]
@@ -68,7 +69,7 @@ def scale_to_data(model: nn.Module, batch: Any) -> dict[str, float]:
         model(input_of_batch(batch, model))
     for layer, scale in scales.items():
         layer.output_scale.copy_(scale)
-    return {names[layer]: scale.item() for layer, scale in scales.items()}
+    return {names[layer]: scale.mean().item() for layer, scale in scales.items()}
 
 
 @contextmanager
@@ -99,6 +100,7 @@ def before_each_layer(
 
 def balanced_output(layer: BalNormLayer, x: Tensor, output_size: Any = None) -> Tensor:
     """The output of a layer for a batch with its output scale, but with gains of 1 and no bias."""
-    plan, ones, frozen = layer_plan(layer, x, output_size), torch.ones_like(layer.gain), layer.stats_frozen
-    mass = layer.running_mass if frozen else None
-    return conv.balanced_conv(x, layer.weight, None, ones, layer.output_scale, plan, not frozen, mass, None)
+    geometry, ones, frozen = layer_geometry(layer, x, output_size), torch.ones_like(layer.gain), layer.stats_frozen
+    running = (layer.running_mean, layer.running_mass, None) if frozen else (None, None, None)
+    scale = layer.output_scale
+    return function.balanced_conv(x, layer.weight, None, ones, scale, geometry, layer.options, not frozen, *running)

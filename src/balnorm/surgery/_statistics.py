@@ -20,12 +20,12 @@ __all__ = ["freeze_stats", "unfreeze_stats", "update_stats"]
 def update_stats(
     loader: Iterable[Any], model: nn.Module, *, forward: Callable[[nn.Module, Any], object] | None = None
 ) -> None:
-    """Re-estimate the running mass of every balanced layer, exactly, over the batches of ``loader``.
+    """Re-estimate the running statistics of every balanced layer, exactly, over the batches of ``loader``.
 
     Use it when the weights are not those of the training steps: averaged (EMA, SWA, schedule-free) or edited.
-    Afterwards ``running_mass`` is the mass of all samples together, whatever the sizes of the batches; if
-    :mod:`torch.distributed` is initialised, that of all processes. The model runs in eval mode, but its balanced layers
-    use each batch's own mass, as in training. Layers with frozen statistics keep them. If an error occurs, no
+    Afterwards the running statistics are those of all samples together, whatever the sizes of the batches (a centred
+    mass: the mean of those of the batches); if :mod:`torch.distributed` is initialised, those of all processes. The
+    model runs in eval mode, but its balanced layers use each batch's own statistics, as in training. Layers with frozen statistics keep them. If an error occurs, no
     statistics change.
 
     It does not update BatchNorm layers in the same model: call :func:`torch.optim.swa_utils.update_bn` for them first.
@@ -49,11 +49,11 @@ def update_stats(
         for layer in model.modules()
         if isinstance(layer, BalNormLayer) and layer.running_mass is not None and not layer.stats_frozen
     ]
-    sums = {layer: _MassSum(layer) for layer in layers}
+    sums = {layer: _StatisticsSum(layer) for layer in layers}
     with undisturbed(model), torch.no_grad(), ExitStack() as hooks:
         model.eval()
         for layer in layers:
-            # The running mass is to be that of the latest batch, all of it, of this process.
+            # The running statistics are to be those of the latest batch, all of it, of this process.
             layer.options = dataclasses.replace(
                 layer.options, momentum=1.0, stats_fraction=1.0, sync_stats=False, process_group=None
             )
@@ -70,49 +70,51 @@ def update_stats(
         raise ValueError(
             "no batch reached a balanced layer, so the statistics stay what they were: is the loader empty or used up?"
         )
-    for layer, mass, batches in results:
-        assert layer.running_mass is not None
-        assert layer.num_batches_tracked is not None
+    for layer, statistics, batches in results:
         if batches:
-            layer._unchecked = True
-            layer.running_mass.copy_(mass)
-            layer.num_batches_tracked.copy_(batches)
+            for buffer, values in zip(_buffers(layer), (*statistics, batches), strict=True):
+                buffer.copy_(values)
 
 
-class _MassSum:
-    """The mass of many batches together: each one's, weighted by the number of outputs that it is an average over."""
+def _buffers(layer: BalNormLayer) -> tuple[Tensor, Tensor, Tensor]:
+    assert layer.running_mean is not None
+    assert layer.running_mass is not None
+    assert layer.num_batches_tracked is not None
+    return layer.running_mean, layer.running_mass, layer.num_batches_tracked
+
+
+class _StatisticsSum:
+    """The statistics of many batches together: each one's, weighted by the number of outputs it is an average over."""
 
     def __init__(self, layer: BalNormLayer) -> None:
-        assert layer.running_mass is not None
-        mass, device = layer.running_mass, layer.running_mass.device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        _, mass, _ = _buffers(layer)
+        dtype = torch.float32 if mass.device.type == "mps" else torch.float64
         self.group = layer.process_group
-        self.mass = torch.zeros_like(mass, dtype=dtype)
-        self.outputs = torch.zeros((), dtype=dtype, device=device)
-        self.batches = torch.zeros((), dtype=torch.long, device=device)
+        self.sums = torch.zeros((2, *mass.shape), dtype=dtype, device=mass.device)
+        self.outputs = torch.zeros((), dtype=dtype, device=mass.device)
+        self.batches = torch.zeros((), dtype=torch.long, device=mass.device)
 
     def before(self, layer: BalNormLayer, _: Any) -> None:
-        layer._forget_mass()  # reset_running_stats() would also look at the values of every batch
+        layer.reset_running_stats()
 
     def after(self, layer: BalNormLayer, _: Any, output: Tensor) -> None:
         """Add what the layer has just tracked; it does not count a batch that is empty or not finite."""
-        assert layer.running_mass is not None
-        assert layer.num_batches_tracked is not None
-        outputs = layer.num_batches_tracked * (output.numel() // layer.gain.numel())
-        self.mass += layer.running_mass.to(self.mass.dtype) * outputs
+        mean, mass, batches = _buffers(layer)
+        outputs = batches * (output.numel() // layer.gain.numel())
+        self.sums += torch.stack([mean, mass]).to(self.sums.dtype) * outputs
         self.outputs += outputs
-        self.batches += layer.num_batches_tracked
+        self.batches += batches
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """The mass, and the number of batches that it comes from, over all processes."""
+        """Mean and mass, and the number of batches that they come from, over all processes."""
         if dist.is_available() and dist.is_initialized():
-            for tensor in (self.mass, self.outputs, self.batches):
+            for tensor in (self.sums, self.outputs, self.batches):
                 dist.all_reduce(tensor, group=self.group)
-        return self.mass / self.outputs, self.batches
+        return self.sums / self.outputs, self.batches
 
 
 def freeze_stats(model: ModelT) -> ModelT:
-    """Make every balanced layer use its running mass without updating it, in training mode too; return the model.
+    """Make every balanced layer use its running statistics without updating them, in training mode too.
 
     Use it for fine-tuning on few samples. Unlike ``eval()``, it survives ``train()``.
 

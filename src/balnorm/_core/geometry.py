@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from balnorm.core.options import MassKind
-from balnorm.core.torch_private import torch_transforms_the_program
+from balnorm._core.options import MassKind
+from balnorm._core.torch_private import torch_transforms_the_program
 
 __all__ = ["Geometry", "by_output", "channels_of", "from_by_output", "geometry_of", "over_space", "per_axis"]
 
@@ -39,6 +39,12 @@ class Geometry(NamedTuple):
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
         return F.pad(x, [amount for axis in reversed(self.padding) for amount in axis], mode=mode)
 
+    def pad_adjoint(self, gradient: Tensor, size: Sequence[int]) -> Tensor:
+        """The adjoint of :meth:`pad`, for an input with spatial axes of this size."""
+        with torch.enable_grad():  # padding is linear: any values will do
+            x = gradient.new_zeros((*gradient.shape[:2], *size)).requires_grad_()
+            return torch.autograd.grad(self.pad(x), x, gradient)[0]
+
     def padded(self) -> Geometry:
         """The geometry that is left once the input has been padded."""
         g = self
@@ -57,8 +63,16 @@ class Geometry(NamedTuple):
             for n, k, s, p, d in zip(size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         )
 
+    def kind_of(self, mass: MassKind) -> MassKind:
+        """Under a pointwise kernel the two masses are the same, and ``channel`` is the cheaper one."""
+        return "channel" if self.is_pointwise else mass
+
+    def statistics_shape(self, inputs: int, kind: MassKind) -> tuple[int, ...]:
+        """The shape of the statistics of an input with this many channels."""
+        return (1, inputs, *(self.kernel if kind == "position" else (1,) * len(self.kernel)))
+
     def divisor(self, size: Sequence[int], kind: MassKind) -> int:
-        """What each sample adds to the divisor of the mass: its output elements; for ``channel``, times the stride.
+        """What each sample adds to the divisor of the sums: its output elements; for ``channel``, times the stride.
 
         A tap meets one input in as many as the stride has steps; a tap of a transposed convolution meets every input.
         So summed over the batch, this is the paper's r.
@@ -94,12 +108,15 @@ class Geometry(NamedTuple):
         return field
 
     def scatter(self, taps: Tensor, size: Sequence[int]) -> Tensor:
-        """The adjoint of :meth:`gather`, of a geometry that does not pad beforehand.
-
-        It takes (1, C, *kernel) to (1, C, *in), or to (1, C, 1, ..., 1) where that is constant.
-        """
+        """The adjoint of :meth:`gather`: (1, C, *kernel) to (1, C, *in), or to (1, C, 1, ..., 1) where it is constant."""
         if self.exceeds(size):
             return over_space(taps) / self._steps
+        if self.pads_beforehand:
+            widths = [n + sum(p) for n, p in zip(size, self.padding, strict=True)]
+            return self.pad_adjoint(self.padded()._scatter(taps, widths), size)
+        return self._scatter(taps, size)
+
+    def _scatter(self, taps: Tensor, size: Sequence[int]) -> Tensor:
         for meetings in reversed(self._meetings(size, taps)):
             taps = (taps @ meetings).movedim(-1, 2)
         return taps
@@ -137,7 +154,10 @@ class Geometry(NamedTuple):
     def convolve_backward(
         self, dy: Tensor, x: Tensor, weight: Tensor, needs: list[bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of input, weight and bias, where needed, of a geometry that does not pad beforehand."""
+        """The gradients of input, weight and bias; ``None`` where not needed, whatever torch returns there."""
+        if self.pads_beforehand:
+            dx, *others = self.padded().convolve_backward(dy, self.pad(x), weight, needs)
+            return None if dx is None else self.pad_adjoint(dx, x.shape[2:]), *others
         if not self.kernel:
             needs_x, needs_weight, needs_bias = needs
             return (
@@ -145,7 +165,7 @@ class Geometry(NamedTuple):
                 dy.t() @ x if needs_weight else None,
                 dy.sum(0) if needs_bias else None,
             )
-        return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
+        gradients = torch.ops.aten.convolution_backward(
             dy,
             x,
             weight,
@@ -158,6 +178,8 @@ class Geometry(NamedTuple):
             self.groups,
             needs,
         )
+        dx, dweight, dbias = (gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
+        return dx, dweight, dbias
 
 
 _CONV: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
@@ -176,6 +198,8 @@ def geometry_of(
 ) -> Geometry:
     """The geometry that these arguments of a torch layer describe; ``geometry_of(())`` is that of a linear layer."""
     axes = len(kernel)
+    if any(k < 1 for k in kernel):
+        raise ValueError(f"every axis of a kernel needs at least one tap, got {tuple(kernel)}")
     dilations = per_axis(dilation, axes)
     strides = per_axis(stride, axes)
     if groups < 1 or any(n < 1 for n in (*strides, *dilations)):
@@ -193,6 +217,9 @@ def geometry_of(
         sides = tuple((p, p) for p in per_axis(padding, axes))
         if any(before < 0 for before, _ in sides):
             raise ValueError(f"padding must not be negative, got {padding!r}")
+    extra = per_axis(output_padding, axes)
+    if any(not 0 <= e < max(s, d, 1) for e, s, d in zip(extra, strides, dilations, strict=True)):
+        raise ValueError(f"output_padding must be smaller than stride or dilation, got {output_padding!r}")
     return Geometry(
         kernel,
         strides,
@@ -201,7 +228,7 @@ def geometry_of(
         groups,
         padding_mode,
         transposed,
-        per_axis(output_padding, axes),
+        extra,
         pads_beforehand=padding_mode != "zeros" or any(before != after for before, after in sides),
         is_pointwise=all(n == 1 for n in (*kernel, *strides)) and all(p == (0, 0) for p in sides),
         padding_before=tuple(before for before, _ in sides),

@@ -31,10 +31,14 @@ class Options:
     stats_fraction: float = 1.0
     """Take the mass from this leading fraction of the batch (at least one sample). Less than 1 adds noise that
     regularises."""
-    signed_input: bool = False
-    """Take the mass of ``|x|``: for inputs that can be negative."""
+    shift: bool | Literal["auto"] = "auto"
+    """Subtract the weighted mean from every output kernel, as the paper does. It takes one degree of freedom from the
+    kernel, so ``"auto"`` leaves it out where an output kernel has a single input channel (depthwise layers)."""
+    centred: bool = False
+    """Take the mass of ``|x - mean|`` in place of ``|x|``: for inputs that do not come from a ReLU. It reads the input
+    twice."""
     momentum: float | None = 0.1
-    """Weight of the newest batch in ``running_mass``; ``None`` is the plain average of all batches."""
+    """Weight of the newest batch in the running statistics; ``None`` is the plain average of all batches."""
     sync_stats: bool = False
     """In training, sum the statistics over all processes, where :mod:`torch.distributed` is initialised."""
     process_group: ProcessGroup | None = None
@@ -58,7 +62,13 @@ class Options:
             raise ValueError(f"momentum must be None (the plain average) or between 0 and 1, got {self.momentum!r}")
         if self.process_group is not None and not self.sync_stats:
             raise ValueError("process_group needs sync_stats=True: without it nothing is sent between processes")
-        _check_switches(self, "one_pass", "signed_input", "sync_stats")
+        if self.shift != "auto" and not isinstance(self.shift, bool):
+            raise ValueError(f"shift must be True, False or 'auto', got {self.shift!r}")
+        _check_switches(self, "one_pass", "centred", "sync_stats")
+
+    def shifts(self, inputs_per_group: int) -> bool:
+        """Whether an output kernel with this many input channels is shifted."""
+        return inputs_per_group > 1 if self.shift == "auto" else self.shift
 
 
 @dataclass(frozen=True)
@@ -66,12 +76,12 @@ class LayerOptions(Options):
     """The options of a layer: those of the balance, and those of its own state."""
 
     output_scale: float | Literal["unit_variance"] = "unit_variance"
-    """A constant factor of the output: ``"unit_variance"`` gives outputs of variance 1 behind rectified Gaussian
-    inputs; 1.0 is the literal reading of the paper."""
+    """A constant factor of the output: ``"unit_variance"`` gives outputs of variance 1 for rectified Gaussian inputs;
+    1.0 is the literal reading of the paper."""
     affine: bool = True
     """Whether the gain is learned. If not, it stays at 1. (The bias has an argument of its own.)"""
     track_running_stats: bool = True
-    """Whether there is a ``running_mass``. If not, eval mode uses the batch too."""
+    """Whether there are running statistics. If not, eval mode uses the batch too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,7 +91,10 @@ class LayerOptions(Options):
         _check_switches(self, "affine", "track_running_stats")
 
 
-_NOT_OURS = {"eps": ": balanced normalisation divides by nothing that needs an epsilon"}
+_NOT_OURS = {
+    "eps": ": BalNorm needs no epsilon",
+    "signed_input": ": any input will do now; for inputs that do not come from a ReLU, give centred=True",
+}
 
 
 def _check_switches(options: Options, *names: str) -> None:

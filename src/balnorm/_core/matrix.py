@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from balnorm.core.geometry import Geometry, by_output, from_by_output
-from balnorm.core.options import MassKind
+from balnorm._core.geometry import Geometry, by_output, from_by_output
+from balnorm._core.method import like_weight
+from balnorm._core.options import MassKind
 
 __all__ = ["WeightMatrix"]
 
@@ -18,7 +19,7 @@ class WeightMatrix(NamedTuple):
     """A weight as output kernels (D, C / groups, *kernel), dense in memory and in at least float32.
 
     Its rows are these kernels in the order of memory, a matrix (D, n), or (groups, D / groups, n) where there is more
-    than one group. So nothing is moved for a weight in channels_last format. Masses become rows in the same order.
+    than one group. So nothing is moved for a weight in channels_last format. Statistics become rows in the same order.
     """
 
     values: Tensor
@@ -64,22 +65,23 @@ class WeightMatrix(NamedTuple):
         """The inverse of :meth:`rows`."""
         return rows.as_strided(self.values.shape, self.values.stride())
 
-    def weight(self, kernels: Tensor) -> Tensor:
-        """Kernels as a weight again."""
+    def weight(self, kernels: Tensor, like: Tensor) -> Tensor:
+        """Kernels as a weight again, in the memory format of ``like``."""
         if not self.transposed:
             return kernels
         shape = kernels.shape
-        return from_by_output(kernels.view(self.groups, shape[0] // self.groups, *shape[1:]), True)
+        grouped = kernels.view(self.groups, shape[0] // self.groups, *shape[1:])
+        return like_weight(from_by_output(grouped, True), like)
 
     def row(self, mass: Tensor) -> Tensor:
-        """A mass (1, C, ...), as a row for each group that goes with the rows of the weight."""
+        """Statistics (1, C, ...), as a row for each group that goes with the rows of the weight."""
         inputs, taps = self._inputs_and_taps()
         groups = () if self.groups == 1 else (self.groups,)
         by_tap = mass.reshape(*groups, inputs, math.prod(mass.shape[2:])).expand(*groups, inputs, taps)
         return (by_tap.mT if self.channels_last else by_tap).reshape(*groups, 1, inputs * taps)
 
-    def mass(self, row: Tensor, kind: MassKind) -> Tensor:
-        """The adjoint of :meth:`row`: (1, C, ...), sums over the taps that share a mass."""
+    def statistic(self, row: Tensor, kind: MassKind) -> Tensor:
+        """The adjoint of :meth:`row`: (1, C, ...), sums over the taps that share a statistic."""
         inputs, taps = self._inputs_and_taps()
         shape = (*row.shape[:-2], taps, inputs) if self.channels_last else (*row.shape[:-2], inputs, taps)
         by_tap = row.view(shape).mT if self.channels_last else row.view(shape)

@@ -1,0 +1,103 @@
+"""Warnings about how balanced layers are used. Each layer gives each of them once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from balnorm._core.torch_private import is_watched, torch_transforms_the_program
+
+if TYPE_CHECKING:
+    from balnorm.layers import BalNormLayer
+
+__all__ = [
+    "FOLD",
+    "HAS_HOOKS",
+    "NO_STATISTICS",
+    "OF_PLAIN_LAYERS",
+    "QUANTISED",
+    "BalNormWarning",
+    "compare_forms",
+    "has_no_statistics",
+    "is_readable",
+    "look_for_statistics",
+    "refuse_quantised",
+    "warn",
+]
+
+FOLD = "fold the model first, with balnorm.fold(model)"
+HAS_HOOKS = "{} has hooks, which the folded layer does not get: its output may differ"
+NO_STATISTICS = (
+    "{} has no statistics yet: its output is not what it was trained for. Train it, or estimate them with "
+    "balnorm.update_stats(loader, model)"
+)
+QUANTISED = (
+    "{} is about to be quantised, and torch's quantisation does not know balanced layers: it leaves this one in "
+    "floating point, or the model fails when it runs. To quantise it, " + FOLD
+)
+OF_PLAIN_LAYERS = (
+    "{} was given the weight of a layer that is not balanced, as from a network with BatchNorm, whose scales and "
+    "statistics have no place here. Load the state dict into the original network and convert that: "
+    "balnorm.convert(model, example_input=images)"
+)
+
+
+class BalNormWarning(UserWarning):
+    """A balanced layer may not do what you expect. The message says why and what helps.
+
+    Each layer warns once. ``warnings.simplefilter("ignore", BalNormWarning)`` silences all of them.
+    """
+
+
+def warn(layer: BalNormLayer, message: str, name: str | None = None) -> None:
+    """Warn about a layer, unless it has had this warning before."""
+    if message not in layer._warned:
+        layer._warned.add(message)
+        warnings.warn(message.format(name or repr(layer)), BalNormWarning, stacklevel=3)
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor has values to look at: it is not on the meta device, and not a subclass without values."""
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+
+
+def has_no_statistics(layer: BalNormLayer) -> bool:
+    """Whether no batch has reached the running statistics. Reads values, so it waits for the device.
+
+    The counter alone does not tell: averages of weights leave it at 0 and average the statistics themselves.
+    """
+    counter, mass = layer.num_batches_tracked, layer.running_mass
+    if counter is None or mass is None or not is_readable(counter) or not is_readable(mass):
+        return False
+    return bool(counter.sum() == 0 and (mass == 1).all())
+
+
+def look_for_statistics(layer: BalNormLayer, input: Tensor) -> None:
+    """Warn at the first evaluation, where waiting for the device costs little, if there are no statistics."""
+    if torch_transforms_the_program() or is_watched() or not is_readable(input) or not is_readable(layer.weight):
+        return
+    if input.is_cuda and torch.cuda.is_current_stream_capturing():  # a CUDA graph cannot wait
+        return
+    layer._unwatched = True
+    if has_no_statistics(layer):
+        warn(layer, NO_STATISTICS)
+
+
+def refuse_quantised(layer: BalNormLayer, weight: object) -> None:
+    if type(weight).__module__.partition(".")[0] == "torchao":
+        raise TypeError(f"a quantised weight cannot be balanced: {FOLD} ({type(layer).__name__})")
+
+
+def compare_forms(
+    layer: BalNormLayer, name: str, loaded: Sequence[int], own: Sequence[int], allowed: Mapping[str, Sequence[object]]
+) -> None:
+    """Warn if a state dict comes from a layer that computes something else."""
+    for (option, values), there, here in zip(allowed.items(), loaded, own, strict=True):
+        if there != here:
+            was = repr(values[there]) if 0 <= there < len(values) else f"unknown ({there})"
+            message = f"{{}} has {option}={values[here]!r}, and the loaded state was trained with {option}={was}"
+            warn(layer, f"{message}: its outputs will differ. Make the layer with {option}={was}", name or None)

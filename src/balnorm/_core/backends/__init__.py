@@ -1,0 +1,21 @@
+"""What computes the closed form, and for which tensors.
+
+A backend is a module with the functions of :mod:`balnorm._core.backends.torch`, which is the backend for everything
+that no other one takes.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+
+from balnorm._core.backends import cpu, torch
+from balnorm._core.backends.torch import Call, Forward, Running
+
+__all__ = ["Call", "Forward", "Running", "choose", "cpu", "torch"]
+
+
+def choose(*tensors: Tensor | None) -> ModuleType:
+    """The backend for a layer with these tensors."""
+    return cpu if cpu.takes(*tensors) else torch

@@ -1,0 +1,135 @@
+"""The closed form in torch operations: for every device, and for whatever another backend leaves to it.
+
+These functions are the contract. Another backend has functions of the same names, and may hand any call on to these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from balnorm._core import method
+from balnorm._core.geometry import Geometry
+from balnorm._core.matrix import WeightMatrix
+from balnorm._core.method import Processes, Rows, Statistics
+from balnorm._core.options import MassKind, Options
+
+__all__ = ["Call", "Forward", "Running", "backward", "effective", "forward", "track"]
+
+
+class Running(NamedTuple):
+    """The moving averages of the statistics and the number of batches in them, updated in place."""
+
+    mean: Tensor
+    mass: Tensor
+    batches: Tensor | None
+
+
+class Call(NamedTuple):
+    """One call of a layer, apart from its tensors."""
+
+    geometry: Geometry
+    options: Options
+    kind: MassKind
+    shift: bool
+    samples: int
+    """How many leading samples of the batch the statistics are taken from."""
+    among: Processes
+    takes_statistics: bool
+    """Whether the weight is balanced for the statistics of this batch, which then hand a gradient on to it."""
+
+
+class Forward(NamedTuple):
+    """What :func:`forward` returns."""
+
+    effective: Tensor
+    """w'' as kernels, in the precision of the convolution."""
+    offset: Tensor
+    """sum w'' mu, (D,)."""
+    statistics: Statistics
+    saved: tuple[Tensor, ...]
+    """What the other two functions need of it."""
+
+
+def forward(
+    x: Tensor, matrix: WeightMatrix, gain: Tensor | None, scale: Tensor | None, given: Statistics | None, call: Call
+) -> Forward:
+    """The effective weight for the statistics of ``x``, or for given ones."""
+    found = batch_statistics(x, call) if given is None else given
+    w = matrix.rows(matrix.values)
+    mu, a = (matrix.row(statistic.to(w.dtype)) for statistic in found[:2])
+    rows = method.measure(w, mu, a, call.options.one_pass, call.shift)
+    w2, offset = method.effective_rows(w, _column(gain, scale, rows.mean), rows)
+    effective = method.saturate(matrix.kernels(w2), x.dtype)
+    return Forward(effective, offset.flatten(), found, (*rows, *(() if found.centre is None else (found.centre,))))
+
+
+def effective(
+    matrix: WeightMatrix,
+    gain: Tensor | None,
+    scale: Tensor | None,
+    saved: Sequence[Tensor],
+    call: Call,  # noqa: ARG001
+    dtype: torch.dtype,
+) -> Tensor:
+    """Recompute the effective weight, as kernels of this ``dtype``."""
+    rows = Rows(*saved[:7])
+    v = rows.v(matrix.rows(matrix.values))
+    v.mul_(rows.inverse_divisor * _column(gain, scale, rows.mean))
+    return method.saturate(matrix.kernels(v), dtype)
+
+
+def backward(
+    gradient: Tensor,
+    t: Tensor,
+    dx: Tensor | None,
+    x: Tensor,
+    matrix: WeightMatrix,
+    gain: Tensor | None,
+    scale: Tensor | None,
+    saved: Sequence[Tensor],
+    call: Call,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the weight, as kernels, and of the gain, from dL/dw'' as kernels, which it overwrites, and t.
+
+    What comes back through the statistics is added to ``dx``.
+    """
+    rows, w = Rows(*saved[:7]), matrix.rows(matrix.values)
+    g = _column(gain, scale, rows.mean)
+    t = t.to(w.dtype).view_as(rows.mean)
+    lone = matrix.values.shape[1] == 1 and call.kind == "channel"
+    found = method.gradient_rows(matrix.rows(gradient), t, w, g, rows, call.options.one_pass, call.shift, lone)
+    if dx is not None and call.takes_statistics:
+        dmean, dmass = (matrix.statistic(row, call.kind) for row in (found.dmean, found.dmass))
+        add_statistics_gradient(dx, x, Statistics(dmean, dmass, saved[7] if len(saved) > 7 else None), call)
+    s = found.s.flatten()
+    return matrix.kernels(found.dw), s if scale is None else s * scale.to(s.dtype)
+
+
+def track(running: Running, statistics: Statistics, momentum: float | None) -> None:
+    """Add the statistics of a batch to their moving averages."""
+    method.update_running(*running, *statistics[:2], momentum)
+
+
+def batch_statistics(x: Tensor, call: Call) -> Statistics:
+    """The statistics of ``x``, over all processes if they are shared."""
+    return method.batch_statistics(
+        x, call.samples, call.geometry, call.kind, centred=call.options.centred, among=call.among
+    )
+
+
+def add_statistics_gradient(dx: Tensor, x: Tensor, gradient: Statistics, call: Call) -> None:
+    """Add the adjoint of :func:`batch_statistics` to ``dx``."""
+    method.add_statistics_gradient(dx, x, gradient, call.samples, call.geometry, call.kind, call.among)
+
+
+def _column(gain: Tensor | None, scale: Tensor | None, like: Tensor) -> Tensor | float:
+    """gain times scale, as a column; either may be ``None`` for 1."""
+    if gain is None and scale is None:
+        return 1.0
+    product = gain if scale is None else scale if gain is None else gain.to(like.dtype) * scale.to(like.dtype)
+    assert product is not None
+    return product.to(like.dtype).view_as(like)

@@ -1,0 +1,310 @@
+"""The balanced layer as a function of tensors: in which precision, for which statistics, in which form.
+
+:func:`plain_conv` composes the differentiable operations of ``method``. :class:`_BalancedConv` computes the same as one
+autograd function with the gradient in closed form. For the backward pass it keeps what a plain convolution keeps, the
+input and the raw weight, and a few vectors; the effective weight and the masks are computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from balnorm._core import backends, method
+from balnorm._core.backends import Call, Running
+from balnorm._core.geometry import Geometry, channels_of
+from balnorm._core.matrix import WeightMatrix
+from balnorm._core.method import Processes, Statistics, leading_samples, saturate
+from balnorm._core.options import Options
+from balnorm._core.torch_private import (
+    apply_function,
+    is_batched_gradient,
+    is_view,
+    recomputing,
+    torch_transforms_the_program,
+)
+
+__all__ = ["balanced_conv", "input_statistics"]
+
+
+def balanced_conv(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gain: Tensor | None,
+    output_scale: Tensor | None,
+    geometry: Geometry,
+    options: Options,
+    training: bool,
+    running_mean: Tensor | None,
+    running_mass: Tensor | None,
+    num_batches_tracked: Tensor | None,
+) -> Tensor:
+    """``conv(input, w'') + bias - sum w'' mu``, balanced for the batch in training and for the running statistics else.
+
+    Args:
+        input: (N, C, *in) or (C, *in); (*, C) for a linear layer, which is a convolution over no axis.
+        weight, bias: of the plain layer.
+        gain: (D,) or ``None`` for ones.
+        output_scale: a constant factor of the gain, with D elements or one; ``None`` for 1.
+        geometry, options: how the kernel meets the input; how the weight is balanced.
+        training: use the statistics of this batch, and take them into the running ones. Without running statistics,
+            the batch is used in any case.
+        running_mean, running_mass, num_batches_tracked: the buffers, changed in place once the output is computed.
+    """
+    kind = geometry.kind_of(options.mass)
+    outputs, inputs = _check_shapes(input, weight, bias, gain, output_scale, geometry)
+    running = None
+    if running_mass is not None:
+        expected = geometry.statistics_shape(inputs, kind)
+        running_mean = torch.zeros_like(running_mass) if running_mean is None else running_mean
+        for name, buffer in (("mean", running_mean), ("mass", running_mass)):
+            if buffer.shape != expected:
+                raise ValueError(f"expected a running {name} of shape {expected}, got {tuple(buffer.shape)}")
+        if num_batches_tracked is not None and num_batches_tracked.numel() != 1:
+            raise ValueError(f"num_batches_tracked must be one number, got shape {tuple(num_batches_tracked.shape)}")
+        running = Running(running_mean, running_mass, num_batches_tracked)
+    x, samples = _batched(input, geometry, options.stats_fraction)
+    compute_dtype, autocast = weight.dtype, autocast_device(x)
+    if autocast is not None and x.is_floating_point() and x.dtype != torch.float64:
+        # As in torch's own layers the convolution runs in the lower precision; statistics and balance do not.
+        compute_dtype = torch.get_autocast_dtype(autocast)
+        x = x.to(compute_dtype)
+    if x.dtype != compute_dtype:
+        raise RuntimeError(f"the input is {x.dtype} and the weight {weight.dtype}: convert one, or use torch.autocast")
+
+    # Copies: backward may need them after another forward, or DDP's broadcast, has changed the buffers.
+    scale = None if output_scale is None else output_scale.detach().expand(outputs).clone()
+    given = None
+    if running is not None and not training:
+        given = Statistics(running.mean.clone(), running.mass.clone())
+    among = processes(options) if training else None  # one process may evaluate alone
+    shift = options.shifts(inputs // geometry.groups)
+    call = Call(geometry, options, kind, shift, samples, among, given is None)
+    # Without gradients and statistics there is nothing to save; the output is then exactly that of the folded layer.
+    plain = torch_transforms_the_program() or not (training or torch.is_grad_enabled())
+    with without_autocast(autocast):
+        if plain:
+            y, found = plain_conv(x, weight, bias, gain, scale, given, call)
+            tracker = backends.torch
+        else:
+            holder: list[Any] = []
+            y = apply_function(_BalancedConv, x, weight, bias, gain, scale, given, call, holder)
+            found, tracker = holder
+        # Last of all: a call that is refused on the way has moved no average.
+        if running is not None and training and not recomputing():
+            tracker.track(running, found, options.momentum)
+    if not geometry.kernel:
+        return y.view(*input.shape[:-1], y.shape[1])
+    return y if y.dim() == input.dim() else y.squeeze(0)
+
+
+def plain_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gain: Tensor | None,
+    scale: Tensor | None,
+    given: Statistics | None,
+    call: Call,
+) -> tuple[Tensor, Statistics]:
+    """A balanced convolution of ``x`` (N, C, *in) in differentiable operations, and the statistics it is balanced for."""
+    geometry, options = call.geometry, call.options
+    found = given
+    if found is None:
+        found = method.statistics(
+            x, call.samples, geometry, call.kind, centred=options.centred, among=call.among
+        )
+    gains = gain if scale is None else scale if gain is None else gain * scale
+    effective, offset = method.balance(
+        weight,
+        found.mass,
+        gains,
+        options.one_pass,
+        geometry.groups,
+        shift=call.shift,
+        transposed=geometry.transposed,
+        mean=found.mean,
+    )
+    return geometry.convolve(x, saturate(effective, x.dtype), _shifted(bias, offset, x.dtype)), found
+
+
+def input_statistics(
+    input: Tensor, geometry: Geometry, options: Options, *, exact: bool = False, alone: bool = False
+) -> Statistics:
+    """The statistics of a batch of any shape that :func:`balanced_conv` takes.
+
+    ``exact`` is that of :func:`method.statistics`; ``alone`` sums over no other process, whatever the options say.
+    """
+    x, samples = _batched(input, geometry, options.stats_fraction)
+    among = None if alone else processes(options)
+    with without_autocast(autocast_device(x)):
+        kind = geometry.kind_of(options.mass)
+        return method.statistics(x, samples, geometry, kind, centred=options.centred, among=among, exact=exact)
+
+
+def processes(options: Options) -> Processes:
+    """The group to sum statistics over, if they are to be summed and torch.distributed is in use."""
+    together = options.sync_stats and torch.distributed.is_available() and torch.distributed.is_initialized()
+    return (options.process_group,) if together else None
+
+
+class _BalancedConv(torch.autograd.Function):
+    """:func:`plain_conv` with its gradient in closed form. ``holder`` gets the statistics and the backend."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gain: Tensor | None,
+        scale: Tensor | None,
+        given: Statistics | None,
+        call: Call,
+        holder: list[Any],
+    ) -> Tensor:
+        geometry = call.geometry
+        matrix = WeightMatrix.of(weight, geometry)
+        backend = backends.choose(x, weight, gain, scale, *(given or ()))
+        found = backend.forward(x, matrix, gain, scale, given, call)
+        y = geometry.convolve(x, matrix.weight(found.effective, weight), _shifted(bias, found.offset, x.dtype))
+        if is_view(y):
+            # conv1d returns a view; rewrap it as a base tensor so that it can be modified in place.
+            y = y.new_empty(0).set_(y)  # type: ignore[call-overload]
+        ctx.call, ctx.backend, ctx.bias_dtype = call, backend, None if bias is None else bias.dtype
+        ctx.channels_last = matrix.channels_last
+        mean, mass = given[:2] if given is not None else (None, None)
+        ctx.save_for_backward(x, weight, gain, scale, mean, mass, *found.saved)
+        holder += (found.statistics, backend)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        with without_autocast(autocast_device(dy)):
+            if torch.is_grad_enabled() or is_batched_gradient(dy):
+                # create_graph=True: this gradient will itself be differentiated. Or is_grads_batched=True, which rules
+                # out the closed form's in-place work.
+                return _plain_backward(ctx, dy)
+            return _closed_form_backward(ctx, dy)
+
+
+def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, gain, scale, _, _, *saved = ctx.saved_tensors
+    call, backend = ctx.call, ctx.backend
+    geometry = call.geometry
+    # A hook on saved tensors may return the weight in another memory format, as torch's save_on_cpu can. What the
+    # forward pass saved beside it has the order that the weight had then.
+    matrix = WeightMatrix.of(weight, geometry, ctx.channels_last)
+    needs_x, needs_weight, needs_bias, needs_gain = ctx.needs_input_grad[:4]
+    needs_g = needs_weight or needs_gain or (needs_x and call.takes_statistics)
+
+    effective = matrix.weight(backend.effective(matrix, gain, scale, saved, call, x.dtype), weight)
+    dx, g, t = geometry.convolve_backward(dy, x, effective, [needs_x, needs_g, needs_bias or needs_g])
+    dweight = dgain = None
+    if g is not None and t is not None:
+        kernels, dgain = backend.backward(matrix.like(g), t, dx, x, matrix, gain, scale, saved, call)
+        dweight = matrix.weight(kernels, weight)
+    return (
+        dx,
+        _as(dweight, weight) if needs_weight else None,
+        t.to(ctx.bias_dtype) if needs_bias and t is not None else None,
+        _as(dgain, gain) if needs_gain else None,
+        *(None,) * 4,
+    )
+
+
+def _plain_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The same gradient, by differentiating the plain form: so it can be differentiated itself."""
+    create_graph = torch.is_grad_enabled()
+    x, weight, gain, scale, mean, mass = ctx.saved_tensors[:6]
+    given = None if mass is None else Statistics(mean, mass)
+    needs_x, needs_weight, needs_bias, needs_gain = ctx.needs_input_grad[:4]
+    with torch.enable_grad():
+        # Not view_as: it changes the strides of a single sample in channels_last, with which torch's grouped
+        # convolutions go wrong.
+        views: list[Any] = [None if tensor is None else tensor[...] for tensor in (x, weight, gain)]
+        x, weight, gain = views
+        y, _ = plain_conv(x, weight, None, gain, scale, given, ctx.call)
+    inputs = ((x, needs_x), (weight, needs_weight), (gain, needs_gain))
+    wanted = [tensor for tensor, needed in inputs if needed]
+    gradients = iter(torch.autograd.grad(y, wanted, dy, create_graph=create_graph) if wanted else ())
+    dx, dweight, dgain = (next(gradients) if needed else None for _, needed in inputs)
+    dbias = dy.sum([axis for axis in range(dy.dim()) if axis != 1]).to(ctx.bias_dtype) if needs_bias else None
+    return dx, dweight, dbias, dgain, *(None,) * 4
+
+
+def _as(gradient: Tensor | None, like: Tensor) -> Tensor | None:
+    return gradient if gradient is None or gradient.dtype == like.dtype else gradient.to(like.dtype)
+
+
+def _shifted(bias: Tensor | None, offset: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the convolution adds: the bias less what the mean of the input would."""
+    return saturate(-offset if bias is None else bias.to(offset.dtype) - offset, dtype)
+
+
+def _batched(input: Tensor, geometry: Geometry, fraction: float) -> tuple[Tensor, int]:
+    """``input`` as a batch (N, C, *in), and how many of its leading samples the statistics are to count."""
+    axes = len(geometry.kernel)
+    if axes == 0:
+        if input.dim() == 1:
+            return input.unsqueeze(0), 1
+        return input.flatten(0, -2), leading_samples(input.shape[0], fraction) * math.prod(input.shape[1:-1])
+    x = input.unsqueeze(0) if input.dim() == axes + 1 else input
+    return x, leading_samples(x.shape[0], fraction)
+
+
+def _check_shapes(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gain: Tensor | None,
+    output_scale: Tensor | None,
+    geometry: Geometry,
+) -> tuple[int, int]:
+    """Refuse what does not fit together; return the numbers of output and input channels."""
+    axes = len(geometry.kernel)
+    if not weight.is_floating_point():
+        raise TypeError(f"a weight must have floating-point numbers to be balanced, got {weight.dtype}")
+    if weight.dim() != axes + 2:
+        raise ValueError(f"expected a weight with {axes + 2} dimensions, got {tuple(weight.shape)}")
+    if tuple(weight.shape[2:]) != geometry.kernel:
+        raise ValueError(
+            f"the weight has a kernel of size {tuple(weight.shape[2:])}, and the layer was made for {geometry.kernel}: "
+            "make a new layer for this weight"
+        )
+    if weight.shape[0] % geometry.groups:
+        raise ValueError(f"a weight of shape {tuple(weight.shape)} does not divide into {geometry.groups} groups")
+    outputs, inputs = channels_of(weight, geometry.groups, geometry.transposed)
+    if axes:
+        fits = axes < input.dim() <= axes + 2 and input.shape[-axes - 1] == inputs
+    else:
+        fits = input.dim() >= 1 and input.shape[-1] == inputs
+    if not fits:
+        expected = f"(N, {inputs}, *in) or ({inputs}, *in) with {axes} spatial axes" if axes else f"(*, {inputs})"
+        raise ValueError(f"expected an input of shape {expected}, got {tuple(input.shape)}")
+    for name, vector in (("bias", bias), ("gain", gain)):
+        if vector is not None and vector.shape != (outputs,):
+            raise ValueError(f"expected a {name} of shape ({outputs},), got {tuple(vector.shape)}")
+    if output_scale is not None and output_scale.shape not in ((), (1,), (outputs,)):
+        raise ValueError(f"expected an output scale of shape ({outputs},), got {tuple(output_scale.shape)}")
+    return outputs, inputs
+
+
+def autocast_device(tensor: Tensor) -> str | None:
+    """The device type of this tensor if autocast is on for it, else ``None``."""
+    device = "cpu" if tensor.is_cpu else tensor.device.type  # the first costs a tenth of the second
+    # Those two have it, and torch 2.4 cannot compile the question.
+    known = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
+    if known and torch.is_autocast_enabled(device):
+        return device
+    return None
+
+
+def without_autocast(device: str | None) -> contextlib.AbstractContextManager[object]:
+    """A context in which autocast, if it is on for this device, lowers no precision."""
+    return contextlib.nullcontext() if device is None else torch.autocast(device, enabled=False)
