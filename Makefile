@@ -1,6 +1,6 @@
 # Every target builds .venv by itself when it is missing or older than what it is made from.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all test-torch check format bench docs clean
+.PHONY: help demo test test-slow test-all test-torch fuzz check format bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -26,6 +26,15 @@ test-torch: $(if $(TORCH),$(VENV)-torch-$(TORCH)/.ready) ## run the library's te
 	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.7.1))
 	$(VENV)-torch-$(TORCH)/bin/pip install --quiet --no-deps --editable .
 	$(VENV)-torch-$(TORCH)/bin/pytest --slow=too $(LIBRARY_TESTS)
+
+# The kernels are built with both sanitizers, whose run-time library has to be loaded before anything else.
+fuzz: $(READY) ## random layers and misuse on kernels under AddressSanitizer and UBSan, CASES=10000 by default
+	mkdir -p build
+	$(CC) -g -O1 -std=c11 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fopenmp-simd -fPIC -shared \
+		-o build/kernels-sanitized.so $(firstword $(KERNELS)) -lm
+	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so) $$($(CC) -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 OMP_NUM_THREADS=1 \
+		$(BIN)/python -W ignore tests/fuzz.py $(or $(CASES),10000) build/kernels-sanitized.so
 
 check: $(READY) ## formatting, lint and types, changing nothing
 	$(BIN)/ruff format --check .

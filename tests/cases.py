@@ -45,6 +45,9 @@ CASES = {
         {"in_channels": 4, "out_channels": 6, "kernel_size": (3, 2), "stride": (2, 1), "padding": 1, "groups": 2},
         (2, 4, 5, 4),
     ),
+    "depthwise": Case(
+        BalNormConv2d, {"in_channels": 3, "out_channels": 6, "kernel_size": 3, "padding": 1, "groups": 3}, (2, 3, 5, 4)
+    ),
     "conv2d-dilated-circular": Case(
         BalNormConv2d,
         {

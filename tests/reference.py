@@ -1,8 +1,8 @@
-"""The paper's equations, slowly: float64, plain loops over channels and taps, nothing taken from the package.
+"""The equations, slowly: float64, plain loops over channels and taps, nothing taken from the package.
 
 `paper_weight` is the paper's "Full case" and "Single pass formulation" to the letter (with n+ a count of positive
-weights: the s_d in its definition is a misprint). `position_weight` is the same two constraints for sums that are
-counted tap by tap. All of it is made of differentiable torch scalars, so that training steps can be compared too.
+weights: the s_d in its definition is a misprint), for inputs that are not negative. `general_weight` is the general form
+of docs/method.md. All of it is made of differentiable torch scalars, so that training steps can be compared too.
 """
 
 from __future__ import annotations
@@ -97,19 +97,30 @@ def paper_weight(w, v, r, one_pass):
     return torch.stack(rows).reshape(w.shape)
 
 
-def position_weight(w, m, one_pass):
-    """The same two constraints where each tap has a mass of its own: m[c, tap] is what it meets per output element."""
+def general_weight(w, a, divisor, one_pass, shift):
+    """v / M for w (D, C, *kernel), a[c, *tap] the mass that a weight meets, and the divisor M of the group."""
     outputs, inputs = w.shape[:2]
     taps = list(itertools.product(*(range(k) for k in w.shape[2:])))
     where = [(c, *t) for c in range(inputs) for t in taps]
+    total = sum(a[i] for i in where)
     rows = []
     for d in range(outputs):
-        b = -sum(m[i] * w[(d, *i)] for i in where) / sum(m[i] for i in where)
-        shifted = {i: w[(d, *i)] + b for i in where}
-        positive = [i for i in where if (w[(d, *i)] if one_pass else shifted[i]) > 0]
-        s = 1 / sum(m[i] * shifted[i] for i in positive)
-        rows.append(torch.stack([s * shifted[i] for i in where]))
+        weights = {i: w[(d, *i)] for i in where}
+        if shift:
+            mean = sum(a[i] / total * weights[i] for i in where)
+            shifted = {i: weights[i] - mean for i in where}
+            positive = [i for i in where if (weights[i] if one_pass else shifted[i]) > 0]
+            contribution = sum(a[i] / total * shifted[i] for i in positive)
+        else:
+            shifted = weights
+            contribution = sum(a[i] / total * weights[i].abs() for i in where) / 2
+        rows.append(torch.stack([shifted[i] / contribution / divisor for i in where]))
     return torch.stack(rows).reshape(w.shape)
+
+
+def magnitude(x):
+    """|x|, with the derivative 1 at 0."""
+    return torch.where(x < 0, -x, x)
 
 
 def balanced_conv(
@@ -128,65 +139,86 @@ def balanced_conv(
     mass="channel",
     one_pass=True,
     fraction=1.0,
-    signed=False,
+    shift=True,
+    centred=False,
+    paper=False,
 ):
-    """Output, effective weight and mass of a balanced convolution. Geometry as one number (or pair) for each axis.
+    """Output, effective weight, mean and mass of a balanced convolution. Geometry as one number (or pair) for each axis.
 
     x is (N, C, *in), w is (D, C / groups, *kernel), or (C, D / groups, *kernel) if transposed. Under a kernel that is
     larger than the zero-padded image (of a transposed convolution: the output), every tap has the mass of its channel.
+    With `paper` the weight is that of the paper's own equations, and nothing is subtracted from the output.
     """
     kernel = w.shape[2:]
+    taps = list(itertools.product(*(range(k) for k in kernel)))
     met, out = meetings(x, kernel, stride, padding, dilation, mode, transposed, output_padding)
     counted = x[: max(1, math.floor(fraction * x.shape[0] + 0.5))]  # to the nearest number of samples, halves up
-    counted = counted.abs() if signed else counted
-    met_counted, _ = meetings(counted, kernel, stride, padding, dilation, mode, transposed, output_padding)
     elements = counted.shape[0] * math.prod(out)
     image = out if transposed else x.shape[2:]
     too_large = mode == "zeros" and any(image[a] < dilation[a] * (kernel[a] - 1) + 1 for a in range(len(kernel)))
+    by_channel = mass == "channel" or too_large
+    r = elements * (1 if transposed else math.prod(stride))
 
+    sized = []
+    for c in range(x.shape[1]):
+        centre = counted[:, c].sum() / counted[:, c].numel() if centred else 0
+        sized.append(magnitude(counted[:, c] - centre))
+    sized = torch.stack(sized, 1)
+
+    def per_output(values):
+        """What each tap of each channel meets per output element."""
+        if by_channel:
+            return {(c, *t): values[:, c].sum() / r for c in range(x.shape[1]) for t in taps}
+        met_values, _ = meetings(values, kernel, stride, padding, dilation, mode, transposed, output_padding)
+        return {(c, *t): met_values[t][:, c].sum() / elements for c in range(x.shape[1]) for t in taps}
+
+    mu, a = per_output(counted), per_output(sized)
     in_per_group = x.shape[1] // groups
     outputs = w.shape[1] * groups if transposed else w.shape[0]
     out_per_group = outputs // groups
-    planes, weights, masses = [], [], []
-    for g in range(groups):
-        cs = range(g * in_per_group, (g + 1) * in_per_group)
+    channels = [range(g * in_per_group, (g + 1) * in_per_group) for g in range(groups)]
+    totals = [sum(a[(c, *t)] for c in cs for t in taps) for cs in channels]
+    planes, weights = [], []
+    for g, cs in enumerate(channels):
         if transposed:
             w_group = w[g * in_per_group : (g + 1) * in_per_group].transpose(0, 1)
         else:
             w_group = w[g * out_per_group : (g + 1) * out_per_group]
-        if mass == "channel" or too_large:
-            v = [counted[:, c].sum() for c in cs]
-            r = elements * (1 if transposed else math.prod(stride))
-            effective = paper_weight(w_group, v, r, one_pass)
-            taps = (1,) * len(kernel) if mass == "channel" else tuple(kernel)
-            masses.extend((v_c / r).expand(taps) for v_c in v)
+        if paper and by_channel:
+            effective = paper_weight(w_group, [counted[:, c].sum() for c in cs], r, one_pass)
         else:
-            m = {(i, *tap): met_counted[tap][:, c].sum() / elements for i, c in enumerate(cs) for tap in met}
-            effective = position_weight(w_group, m, one_pass)
-            masses.extend(
-                torch.stack([m[(i, *tap)] for tap in met]).reshape(tuple(kernel)) for i in range(in_per_group)
-            )
+            floor = sum(totals) / groups / 1000
+            divisor = floor if floor > totals[g] else totals[g]
+            masses = {(i, *t): a[(c, *t)] for i, c in enumerate(cs) for t in taps}
+            effective = general_weight(w_group, masses, divisor, one_pass, shift)
         if gain is not None:
             g_gain = gain[g * out_per_group : (g + 1) * out_per_group]
             effective = torch.stack([g_gain[d] * effective[d] for d in range(out_per_group)])
         for d in range(out_per_group):
-            plane = sum(effective[(d, i, *tap)] * met[tap][:, c] for i, c in enumerate(cs) for tap in met)
+            plane = sum(effective[(d, i, *t)] * met[t][:, c] for i, c in enumerate(cs) for t in taps)
+            if not paper:
+                plane = plane - sum(effective[(d, i, *t)] * mu[(c, *t)] for i, c in enumerate(cs) for t in taps)
             planes.append(plane if bias is None else plane + bias[g * out_per_group + d])
         weights.append(effective.transpose(0, 1) if transposed else effective)
-    return torch.stack(planes, 1), torch.cat(weights), torch.stack(masses)[None]
+    shape = (1, x.shape[1], *(kernel if mass == "position" else (1,) * len(kernel)))
+    kept = taps if mass == "position" else taps[:1]
+    statistics = [
+        torch.stack([values[(c, *t)] for c in range(x.shape[1]) for t in kept]).reshape(shape) for values in (mu, a)
+    ]
+    return torch.stack(planes, 1), torch.cat(weights), *statistics
 
 
 def balanced_linear(x, w, bias=None, gain=None, **options):
     """A balanced linear layer: a convolution with one tap on one pixel."""
     geometry = {"stride": [1], "padding": [(0, 0)], "dilation": [1]}
-    y, weight, m = balanced_conv(x[..., None], w[..., None], bias, gain, **geometry, **options)
-    return y[..., 0], weight[..., 0], m[..., 0]
+    results = balanced_conv(x[..., None], w[..., None], bias, gain, **geometry, **options)
+    return tuple(result[..., 0] for result in results)
 
 
-def running_mass(masses, momentum):
-    """The moving average of a list of masses: (1 - a) * running + a * mass, a = max(momentum, 1 / n)."""
-    running = torch.ones_like(masses[0])
-    for n, m in enumerate(masses, start=1):
-        a = 1 / n if momentum is None else max(momentum, 1 / n)
-        running = (1 - a) * running + a * m
+def running_average(values, momentum):
+    """The moving average of a list of values: (1 - r) * running + r * value, r = max(momentum, 1 / n)."""
+    running = torch.zeros_like(values[0])
+    for n, value in enumerate(values, start=1):
+        rate = 1 / n if momentum is None else max(momentum, 1 / n)
+        running = (1 - rate) * running + rate * value
     return running

@@ -45,11 +45,11 @@ def contributions(x, w, geometry, **options):
     """Mean output of each channel, and what positive and negative weights contribute to it, per output element."""
     axes = (0, *range(2, x.dim()))
     mass_arguments = {name: value for name, value in geometry.items() if name != "groups"}
-    mass = BF.input_mass(x, w.shape[2:], mass=options["mass"], **mass_arguments)
+    _, mass = BF.statistics(x, w.shape[2:], mass=options["mass"], **mass_arguments)
     live = (mass.expand(1, -1, *w.shape[2:]) > 0).view(geometry["groups"], -1)
     assume((live.sum(1) > 1).all())  # a single weight that meets any input has to be zero to balance
-    effective = BF.balance(w, mass, one_pass=options["one_pass"], groups=geometry["groups"])
-    y = BF.bal_conv(x, w, **geometry, **options)
+    effective = BF.balance(w, mass, one_pass=options["one_pass"], groups=geometry["groups"], shift=True)
+    y = BF.bal_conv(x, w, **geometry, **options, shift=True)
     torch.testing.assert_close(y, plain_convolution(x, effective, geometry))
     parts = [
         plain_convolution(x, part, geometry).mean(axes) for part in (effective.clamp(min=0), effective.clamp(max=0))
@@ -98,7 +98,7 @@ def test_the_one_pass_denominator_is_never_negative(convolution, mass):
     """So w'' keeps the direction of w': a larger weight stays the larger one."""
     x, w, geometry = convolution
     mass_arguments = {name: value for name, value in geometry.items() if name != "groups"}
-    m = BF.input_mass(x, w.shape[2:], mass=mass, **mass_arguments)
+    _, m = BF.statistics(x, w.shape[2:], mass=mass, **mass_arguments)
     effective = BF.balance(w, m, one_pass=True, groups=geometry["groups"]).flatten(1)
     order = w.flatten(1).argsort(1)
     assert (effective.gather(1, order).diff(dim=1) >= -1e-9 * effective.abs().max()).all()
@@ -116,28 +116,58 @@ def test_the_output_ignores_the_scale_of_the_input(convolution, mass, scale):
 def test_the_effective_weight_ignores_scale_and_shift_of_the_weight(convolution, scale, shift):
     """Two-pass: both; one-pass: the scale only, as a shift may change signs."""
     x, w, geometry = convolution
-    m = BF.input_mass(x, w.shape[2:], dilation=geometry["dilation"])
+    _, m = BF.statistics(x, w.shape[2:], dilation=geometry["dilation"])
     groups = geometry["groups"]
-    two_pass = BF.balance(w, m, one_pass=False, groups=groups)
-    torch.testing.assert_close(BF.balance(scale * (w + shift), m, one_pass=False, groups=groups), two_pass)
-    torch.testing.assert_close(BF.balance(scale * w, m, groups=groups), BF.balance(w, m, groups=groups))
+    two_pass = BF.balance(w, m, one_pass=False, groups=groups, shift=True)
+    moved = BF.balance(scale * (w + shift), m, one_pass=False, groups=groups, shift=True)
+    torch.testing.assert_close(moved, two_pass)
+    for shifts in (True, False):
+        scaled, plain = (BF.balance(weight, m, groups=groups, shift=shifts) for weight in (scale * w, w))
+        torch.testing.assert_close(scaled, plain)
 
 
 @given(convolutions(), st.sampled_from(BF.MASSES), st.booleans())
 def test_a_negative_scale_mirrors_the_weight_in_two_passes(convolution, mass, flip_gain):
     x, w, geometry = convolution
-    m = BF.input_mass(x, w.shape[2:], dilation=geometry["dilation"], mass=mass)
+    _, m = BF.statistics(x, w.shape[2:], dilation=geometry["dilation"], mass=mass)
     gain = torch.full((w.shape[0],), -2.0 if flip_gain else 2.0, dtype=torch.float64)
     balanced = BF.balance(w, m, gain, one_pass=False, groups=geometry["groups"])
     mirrored = BF.balance(-w, m, -gain, one_pass=False, groups=geometry["groups"])
     torch.testing.assert_close(mirrored, balanced)
 
 
+@given(convolutions(), st.booleans(), st.booleans(), st.floats(-100, 100))
+def test_the_mean_output_is_the_bias_for_any_input(convolution, shift, centred, level):
+    """No input is a trap: the statistics by position take its mean out, whatever it is."""
+    x, w, geometry = convolution
+    y = BF.bal_conv(x - 0.3 + level, w, **geometry, mass="position", one_pass=False, shift=shift, centred=centred)
+    mean = y.mean((0, *range(2, y.dim())))
+    torch.testing.assert_close(mean, torch.zeros_like(mean), atol=1e-9 * max(1.0, float(y.abs().max())), rtol=0)
+
+
+@given(convolutions(cyclic=True), st.floats(-100, 100))
+def test_a_centred_layer_ignores_the_level_of_its_input(convolution, level):
+    x, w, geometry = convolution
+    assume((x.std((0, *range(2, x.dim())), correction=0) > 1e-3).all())  # a constant channel has no mass at all
+    y, moved = (BF.bal_conv(values, w, **geometry, centred=True) for values in (x, x + level))
+    torch.testing.assert_close(moved, y, atol=1e-6, rtol=1e-6)
+
+
+@given(convolutions(), st.sampled_from(BF.MASSES))
+def test_the_mass_is_never_smaller_than_the_mean(convolution, mass):
+    x, w, geometry = convolution
+    arguments = {name: value for name, value in geometry.items() if name != "groups"}
+    mean, a = BF.statistics(x - 0.3, w.shape[2:], mass=mass, **arguments)
+    assert (a >= mean.abs() - 1e-12).all()
+    mean, a = BF.statistics(x, w.shape[2:], mass=mass, **arguments)
+    torch.testing.assert_close(mean, a)
+
+
 @given(seeds, st.integers(1, 6))
-def test_a_moving_average_of_one_mass_is_that_mass(seed, batches):
-    mass = torch.rand(1, 3, 1, 1, generator=torch.Generator().manual_seed(seed))
-    running, counter = torch.ones(1, 3, 1, 1), torch.zeros((), dtype=torch.long)
+def test_a_moving_average_of_one_batch_is_that_batch(seed, batches):
+    mean, mass = torch.rand(2, 1, 3, 1, 1, generator=torch.Generator().manual_seed(seed))
+    running_mean, running_mass, counter = torch.zeros(1, 3, 1, 1), torch.ones(1, 3, 1, 1), torch.tensor(0)
     for _ in range(batches):
-        BF.update_running_mass(running, counter, mass, 0.1)
-    torch.testing.assert_close(running, mass)
+        BF.update_running_stats(running_mean, running_mass, counter, mean, mass, 0.1)
+    torch.testing.assert_close((running_mean, running_mass), (mean, mass))
     assert counter == batches

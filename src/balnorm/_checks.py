@@ -61,8 +61,9 @@ def warn(layer: BalNormLayer, message: str, name: str | None = None) -> None:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor has values to look at: it is not on the meta device, and not a subclass without values."""
-    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+    """Whether a tensor has values to look at: not on the meta device, not of a subclass, not without its memory."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+    return plain and bool(tensor.untyped_storage().nbytes() or not tensor.numel())
 
 
 def has_no_statistics(layer: BalNormLayer) -> bool:

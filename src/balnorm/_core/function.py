@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from balnorm._core import backends, method
 from balnorm._core.backends import Call, Running
@@ -77,6 +77,9 @@ def balanced_conv(
     if x.dtype != compute_dtype:
         raise RuntimeError(f"the input is {x.dtype} and the weight {weight.dtype}: convert one, or use torch.autocast")
 
+    transformed = torch_transforms_the_program()
+    if not transformed:
+        _check_memory(weight, bias, gain, output_scale, *(running or ()))
     # Copies: backward may need them after another forward, or DDP's broadcast, has changed the buffers.
     scale = None if output_scale is None else output_scale.detach().expand(outputs).clone()
     given = None
@@ -86,7 +89,7 @@ def balanced_conv(
     shift = options.shifts(inputs // geometry.groups)
     call = Call(geometry, options, kind, shift, samples, among, given is None)
     # Without gradients and statistics there is nothing to save; the output is then exactly that of the folded layer.
-    plain = torch_transforms_the_program() or not (training or torch.is_grad_enabled())
+    plain = transformed or not (training or torch.is_grad_enabled())
     with without_autocast(autocast):
         if plain:
             y, found = plain_conv(x, weight, bias, gain, scale, given, call)
@@ -293,6 +296,13 @@ def _check_shapes(
     if output_scale is not None and output_scale.shape not in ((), (1,), (outputs,)):
         raise ValueError(f"expected an output scale of shape ({outputs},), got {tuple(output_scale.shape)}")
     return outputs, inputs
+
+
+def _check_memory(*tensors: Tensor | None) -> None:
+    """Refuse tensors that have lost their memory, which torch's own operations do not notice."""
+    for tensor in tensors:
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} has lost its memory: its storage was resized")
 
 
 def autocast_device(tensor: Tensor) -> str | None:

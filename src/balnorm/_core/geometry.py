@@ -103,9 +103,12 @@ class Geometry(NamedTuple):
             return (over_space(field) / self._steps).expand(*field.shape[:2], *self.kernel)
         if self.pads_beforehand:
             return self.padded().gather(self.pad(field), exact=True)
+        dtype = field.dtype
+        if not torch_transforms_the_program() and max(field.shape[2:]) > 4096 and field.device.type != "mps":
+            field = field.double()  # in a long sum, float32 loses more than rounding error
         for meetings in self._meetings(field.shape[2:], field):
             field = field.movedim(2, -1) @ meetings.mT  # the first spatial axis goes, an axis of the kernel comes last
-        return field
+        return field.to(dtype)
 
     def scatter(self, taps: Tensor, size: Sequence[int]) -> Tensor:
         """The adjoint of :meth:`gather`: (1, C, *kernel) to (1, C, *in), or to (1, C, 1, ..., 1) where it is constant."""

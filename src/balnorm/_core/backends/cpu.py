@@ -141,7 +141,7 @@ def backward(
     if not call.takes_statistics:
         dx = None
     samples, dstatistics, layout = _NOWHERE, None, None
-    if dx is not None and dx.dtype == x.dtype:
+    if dx is not None and dx.dtype == x.dtype and len(saved) == 1:  # elsewhere torch operations took the statistics
         layout = _layout(dx, types, call)
     if dx is not None and layout is not None:
         x = _dense(x, dx.shape, types[1], layout.strides)  # a hook may have returned it in another layout
@@ -159,7 +159,7 @@ def backward(
     _call("backward", types, rows + addresses + samples)
     del keep
     if dx is not None and dstatistics is not None:
-        centre = saved[1] if len(saved) > 1 else None
+        centre = saved[1] if len(saved) > 1 else shape.centre(saved[0]) if call.options.centred else None
         torch_backend.add_statistics_gradient(dx, x, Statistics(dstatistics[0], dstatistics[1], centre), call)
     return gradient, dgain
 
@@ -168,9 +168,12 @@ def track(running: Running, statistics: Statistics, momentum: float | None) -> N
     mean, mass, batches = running
     real, shape = mass.dtype, mass.shape
     channels, taps = shape[1], math.prod(shape[2:])
-    last = next((last for last in (False, True) if _same(shape, mass.stride(), _strides(shape, last))), None)
+    orders = {last: _strides(shape, last) for last in (False, True)}
+    last = next((last for last, strides in orders.items() if _same(shape, mass.stride(), strides)), None)
     if (
         last is None  # a part of a larger tensor
+        or not _same(shape, mean.stride(), orders[last])
+        or mean.dtype != real
         or batches is None
         or batches.dtype != torch.int64
         or not takes(mean, mass, batches)
@@ -179,11 +182,10 @@ def track(running: Running, statistics: Statistics, momentum: float | None) -> N
     ):
         torch_backend.track(running, statistics, momentum)
         return
-    strides = _strides(shape, last)
     found = [_dense(statistic, shape, real) for statistic in statistics[:2]]
     packed = _TRACK.pack(
         *(_address(statistic, shape, real) for statistic in found),
-        *(_address(buffer, shape, real, strides) for buffer in (mean, mass)),
+        *(_address(buffer, shape, real, orders[last]) for buffer in (mean, mass)),
         _address(batches, batches.shape, torch.int64),
         channels,
         taps,
@@ -248,6 +250,12 @@ class _Shape(NamedTuple):
     statistics: tuple[int, ...]
     saved: int
     """How long the vector is that is saved for backward."""
+
+    def centre(self, saved: Tensor) -> Tensor:
+        """The centre in this vector. It ends in centre and signs of each input, and whether signs matter."""
+        inputs = self.statistics[1]
+        start = self.saved - 1 - 2 * inputs
+        return saved[start : start + inputs].view(1, inputs, *(1,) * (len(self.statistics) - 2))
 
 
 class _Layout(NamedTuple):
@@ -377,11 +385,16 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     return library, "native, on torch's threads"
 
 
+def _bind(library: ctypes.CDLL | None) -> dict[tuple[str, tuple[torch.dtype, torch.dtype]], Any]:
+    """The functions of the library by name and types."""
+    functions = {}
+    for name in ("forward", "effective", "backward", "track") if library is not None else ():
+        for types, suffix in _COMPILED.items():
+            function = getattr(library, f"balnorm_{name}_{suffix}")
+            function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+            functions[name, types] = function
+    return functions
+
+
 _library, _status = _load()
-_functions: dict[tuple[str, tuple[torch.dtype, torch.dtype]], Any] = {}
-if _library is not None:
-    for _name in ("forward", "effective", "backward", "track"):
-        for _pair, _suffix in _COMPILED.items():
-            _function = getattr(_library, f"balnorm_{_name}_{_suffix}")
-            _function.argtypes, _function.restype = [ctypes.c_char_p], ctypes.c_int
-            _functions[_name, _pair] = _function
+_functions = _bind(_library)
