@@ -111,12 +111,12 @@ def _seed():
 @pytest.fixture(params=["native", "torch"])
 def backend(request, monkeypatch):
     """Run a test with the native kernels, and with torch's own operations in their place."""
-    from balnorm.core import native
+    from balnorm._core.backends import cpu
 
     if request.param == "torch":
-        monkeypatch.setattr(native, "_library", None)
-    elif native._library is None:
-        pytest.skip(f"no native kernels ({native.status()})")
+        monkeypatch.setattr(cpu, "_library", None)
+    elif cpu._library is None:
+        pytest.skip(f"no native kernels ({cpu.status()})")
 
 
 @pytest.fixture(scope="session")

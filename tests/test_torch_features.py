@@ -50,7 +50,7 @@ def test_compile_in_full_graphs_without_recompiling(mass, momentum):
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("options", [{"stats_fraction": 0.5}, {"signed_input": True}, {"track_running_stats": False}])
+@pytest.mark.parametrize("options", [{"stats_fraction": 0.5}, {"centred": True}, {"shift": False}, {"track_running_stats": False}])
 def test_compile_with_options(options):
     torch._dynamo.reset()
     eager = small_network(**options)
@@ -97,8 +97,9 @@ def test_autocast(name, mass, one_pass, dtype):
     expected = full(full_x)
     assert y.dtype == dtype
     torch.testing.assert_close(y.float(), expected, atol=0.06, rtol=0.06)
-    assert layer.running_mass.dtype == torch.float32
-    torch.testing.assert_close(layer.running_mass, full.running_mass)
+    for name in ("running_mean", "running_mass"):
+        assert getattr(layer, name).dtype == torch.float32
+        torch.testing.assert_close(getattr(layer, name), getattr(full, name))
     direction = torch.randn_like(expected)
     (y.float() * direction).sum().backward()
     (expected * direction).sum().backward()
@@ -121,11 +122,13 @@ def test_a_backward_pass_under_autocast_is_that_without(name, create_graph):
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-def test_input_mass_is_in_full_precision_under_autocast():
-    x = torch.rand(2, 3, 6, 6)
+@pytest.mark.parametrize("centred", [False, True])
+def test_statistics_are_in_full_precision_under_autocast(centred):
+    x = torch.randn(2, 3, 6, 6)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        mass = BF.input_mass(x, 3, padding=1, mass="position")
-    torch.testing.assert_close(mass, BF.input_mass(x, 3, padding=1, mass="position"), atol=0, rtol=0)
+        found = BF.statistics(x, 3, padding=1, mass="position", centred=centred)
+    expected = BF.statistics(x, 3, padding=1, mass="position", centred=centred)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
 def test_autocast_sums_are_exact_where_bfloat16_would_lose_them():
@@ -133,6 +136,7 @@ def test_autocast_sums_are_exact_where_bfloat16_would_lose_them():
     x = torch.ones(64, 2, 32, 32)  # a sum of 65,536 ones: bfloat16 stops counting at 256
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layer(x)
+    assert torch.equal(layer.running_mean, torch.ones(1, 2, 1, 1))
     assert torch.equal(layer.running_mass, torch.ones(1, 2, 1, 1))
 
 
