@@ -52,6 +52,9 @@ def synchronised_is_one_process(rank, mass, shares, centred=False):
     """Gradients included, with shares of different size, and with an empty one, which still joins the collective."""
     model = small_network(mass=mass, centred=centred, sync_stats=True).double()
     single = small_network(mass=mass, centred=centred).double()
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.bias.normal_()  # not 0: whether a ReLU lets a gradient through would be a matter of rounding
     single.load_state_dict(model.state_dict())
     for step in range(2):
         x = torch.randn(sum(shares), 3, 6, 6, generator=torch.Generator().manual_seed(step)).double()

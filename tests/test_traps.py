@@ -8,89 +8,41 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import balnorm.functional as BF
 from balnorm import (
+    BalNormConv1d,
     BalNormConv2d,
     BalNormConvTranspose2d,
     BalNormLinear,
     BalNormWarning,
+    _checks,
     convert,
     fold,
     scale_to_data,
     update_stats,
 )
+from cases import CASES
+
+# Inputs of any sign -------------------------------------------------------------------------------------------------
 
 
-def signed_images():
-    return torch.randn(8, 3, 8, 8)
-
-
-# Inputs that cancel -------------------------------------------------------------------------------------------------
-
-
-def test_mean_subtracted_pixels_are_noticed_once():
-    layer = BalNormConv2d(3, 4, 3)
-    with pytest.warns(BalNormWarning, match=r"BalNormConv2d\(3, 4, .*\) gets negative .* \[0, 1\].* signed_input=True"):
-        layer(signed_images())
-    layer(signed_images())  # and a second warning would be an error
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("change", [lambda x: x, torch.abs, torch.relu, F.silu, lambda x: -x.abs()])
+def test_no_input_is_a_trap(change, centred):
+    """Where inputs cancelled, outputs exploded. (And a warning would be an error.)"""
+    layer = BalNormConv2d(16, 8, 3, centred=centred)
+    x = change(torch.randn(8, 16, 8, 8))
+    assert 0.1 < layer(x).std() < 3
     layer.eval()
+    assert 0.1 < layer(x).std() < 3
     layer.state_dict()
-
-
-@pytest.mark.parametrize("options", [{"signed_input": True}, {}])
-def test_no_warning_without_a_reason(options):
-    layer = BalNormConv2d(3, 4, 3, **options)
-    images = signed_images()
-    for x in (images if options else images.relu(), F.silu(images) if not options else images, images[:0].relu()):
-        layer(x)
-    layer.eval()
     fold(nn.Sequential(layer))
 
 
-def test_statistics_are_read_once_in_a_stretch_of_training(monkeypatch):
-    """Reading them waits for the device, and averages of weights ask for the state dict at every step."""
-    layer, read = BalNormConv2d(3, 4, 3), []
-    monkeypatch.setattr("balnorm.layers.is_readable", lambda tensor: read.append(tensor) or True)
-    for expected in (1, 2):
-        layer.train()
-        for _ in range(3):
-            layer.state_dict()
-        assert len(read) == expected
-
-
-@pytest.mark.parametrize("look", [BalNormConv2d.eval, BalNormConv2d.state_dict, BalNormConv2d.fuse])
-def test_a_running_mass_that_cancels_is_noticed_later_too(look):
-    """Early batches may look right; evaluation, saving and folding look once more."""
-    layer = BalNormConv2d(3, 4, 3)
-    for _ in range(3):
-        layer(signed_images().abs())
-    for _ in range(100):
-        layer(-signed_images().abs())
-    with pytest.warns(BalNormWarning, match="gets negative inputs"):
-        look(layer)
-
-
-def test_replicas_of_data_parallel_are_not_looked_at():
-    """They are new at every step, so each of them would be early for ever."""
-    layer = BalNormConv2d(3, 4, 3)
-    layer._is_replica = True  # as nn.DataParallel does
-    layer(signed_images())  # and a warning would be an error
-
-
-def test_the_warning_can_be_switched_off():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BalNormWarning)
-        BalNormConv2d(3, 4, 3)(signed_images())
-
-
-def test_later_batches_are_not_looked_at(monkeypatch):
-    """To look at values is to wait for the device."""
-    layer, looks, look = BalNormConv2d(3, 4, 3), [], BalNormConv2d._look_at
-    monkeypatch.setattr(BalNormConv2d, "_look_at", lambda self, x: looks.append(x) or look(self, x))
-    for _ in range(5):
-        layer(torch.rand(2, 3, 8, 8))
-    assert len(looks) == 3
-    update_stats([torch.rand(2, 3, 8, 8)] * 2, layer)
-    assert len(looks) == 3
+def test_the_option_for_signed_inputs_says_what_took_its_place():
+    with pytest.raises(TypeError, match=r"signed_input.*: any input will do now; .* centred=True"):
+        BalNormConv2d(3, 4, 3, signed_input=True)
 
 
 # Statistics that were never taken -----------------------------------------------------------------------------------
@@ -112,6 +64,69 @@ def test_statistics_that_were_taken_are_enough():
         model(torch.rand(2, 3, 5, 5))
 
 
+def test_statistics_are_looked_for_once(monkeypatch):
+    """To look at values is to wait for the device. New statistics are looked at anew."""
+    layer, looks = BalNormConv2d(3, 4, 3), []
+    monkeypatch.setattr(_checks, "has_no_statistics", looks.append)
+
+    def evaluate():
+        layer.eval()
+        for _ in range(3):
+            layer(torch.rand(2, 3, 8, 8))
+        return len(looks)
+
+    for _ in range(5):
+        layer(torch.rand(2, 3, 8, 8))
+        layer.state_dict()
+    assert len(looks) == 0
+    assert evaluate() == 1
+    update_stats([torch.rand(2, 3, 8, 8)] * 2, layer)
+    layer.train()(torch.rand(2, 3, 8, 8))
+    seen = evaluate()
+    layer.load_state_dict(layer.state_dict())
+    assert evaluate() == seen + 1
+    layer.reset_running_stats()
+    assert evaluate() == seen + 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_replicas_of_data_parallel_are_not_looked_at():
+    """They are new at every step, so each of them would look for ever."""
+    layer = BalNormConv2d(3, 4, 3).eval()
+    layer._is_replica = True  # as nn.DataParallel does
+    layer(torch.rand(2, 3, 8, 8))  # and a warning would be an error
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_warning_can_be_switched_off():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BalNormWarning)
+        BalNormConv2d(3, 4, 3).eval()(torch.rand(2, 3, 8, 8))
+
+
+def average(ema, model, decay):
+    """As timm's ModelEmaV2 does: whatever is in the state dict, integers too, which stay 0."""
+    with torch.no_grad():
+        for mine, new in zip(ema.state_dict().values(), model.state_dict().values(), strict=True):
+            mine.copy_(decay * mine + (1 - decay) * new)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("options", [{}, {"one_pass": False, "centred": True}])
+@pytest.mark.parametrize("use", [lambda model, x: model.eval()(x), lambda model, x: fold(model)])
+def test_averaged_statistics_are_statistics_though_nobody_counted(use, options):
+    model = nn.Sequential(BalNormConv2d(3, 4, 3, **options), nn.ReLU(), BalNormConv2d(4, 4, 3, **options))
+    ema = copy.deepcopy(model).eval()
+    for _ in range(5):
+        model(torch.rand(4, 3, 8, 8))
+        average(ema, model, 0.9999)
+    assert ema[0].num_batches_tracked == 0
+    use(ema, torch.rand(2, 3, 8, 8))
+    other = copy.deepcopy(model)
+    other.load_state_dict(ema.state_dict())
+    use(other, torch.rand(2, 3, 8, 8))
+
+
 def test_a_scale_is_measured_about_the_mean():
     """Where a stride meets bright pixels with some taps only, the outputs are not balanced about 0."""
     layer, x = BalNormConv2d(2, 1, 3, stride=2), torch.rand(64, 2, 7, 7)
@@ -120,15 +135,6 @@ def test_a_scale_is_measured_about_the_mean():
     y = layer(x)
     assert y.mean().square() > 0.1
     assert y.var(correction=0).item() == pytest.approx(1, rel=1e-3)
-
-
-def test_new_statistics_are_looked_at_anew():
-    layer, x = BalNormConv2d(3, 4, 3), torch.rand(8, 3, 6, 6)
-    for _ in range(20):
-        layer(x)
-    layer.reset_running_stats()
-    with pytest.warns(BalNormWarning, match="gets negative inputs"):
-        layer(x - x.mean())
 
 
 def statistics_of_training(model):
@@ -181,7 +187,7 @@ def test_measured_scales_give_unit_variance_in_every_layer():
     assert model[0](x).std().item() == pytest.approx(1.0, rel=1e-3)
     after = model.state_dict()
     changed = {name for name in after if not torch.equal(after[name], before[name])}
-    of_the_call_above = {"0.running_mass", "0.num_batches_tracked"}
+    of_the_call_above = {"0.running_mean", "0.running_mass", "0.num_batches_tracked"}
     assert changed - of_the_call_above == {"0.output_scale", "2.output_scale", "5.output_scale"}
     with torch.no_grad():
         model[2].gain.fill_(1.0)
@@ -243,6 +249,135 @@ def test_a_damaged_checkpoint_of_balanced_layers_is_not_taken_for_another_networ
     del saved["0.running_mass"]
     with pytest.raises(RuntimeError, match="running_mass"):
         model.load_state_dict(saved)  # and a warning would be an error
+
+
+FORMS = [
+    ({"one_pass": False}, {}),
+    ({}, {"one_pass": False}),
+    ({"shift": False}, {}),
+    ({"centred": True}, {"centred": False}),
+]
+
+
+@pytest.mark.parametrize("averaged", [1.0, 0.9999])
+@pytest.mark.parametrize(("saved", "loaded"), FORMS, ids=str)
+def test_a_checkpoint_of_other_options_is_noticed(saved, loaded, averaged):
+    """It loaded without a word, and the outputs were others. Averages of weights make a 1 a 0.9999."""
+
+    def network(options):
+        return nn.ModuleDict({"trunk": nn.Sequential(nn.ReLU(), BalNormConv2d(3, 4, 3, **options))})
+
+    state, layer = network(saved).state_dict(), network(loaded)["trunk"][1]
+    state["trunk.1.form"] *= averaged
+    (name,) = {**saved, **loaded}
+    theirs, ours = (getattr(network(options)["trunk"][1], name) for options in (saved, loaded))
+    ours, theirs = (True if value == "auto" else value for value in (ours, theirs))
+    said = rf"trunk\.1 has {name}={ours}, and the loaded state was trained with {name}={theirs}: "
+    model = network(loaded)
+    with pytest.warns(BalNormWarning, match=said) as caught:
+        model.load_state_dict(state)
+    assert len(caught) == 1
+    assert torch.equal(model["trunk"][1].form, layer.form)  # which says what the layer does
+    network(saved).load_state_dict(state)  # and a warning would be an error
+
+
+def test_a_checkpoint_of_the_other_mass_is_noticed():
+    state = BalNormConv2d(3, 4, 3, mass="position").state_dict()
+    with (
+        pytest.warns(BalNormWarning, match="has mass='channel', and the loaded state was trained with mass='position'"),
+        pytest.raises(RuntimeError, match="size mismatch for running_mass"),
+    ):
+        BalNormConv2d(3, 4, 3).load_state_dict(state)
+    pointwise = BalNormConv2d(3, 4, 1, mass="position").state_dict()
+    BalNormConv2d(3, 4, 1).load_state_dict(pointwise)  # where both masses are the same
+
+
+@pytest.mark.parametrize("change", [{"one_pass": False}, {"shift": False}, {"centred": True}], ids=str)
+def test_options_that_are_set_later_travel_too(change):
+    layer = BalNormConv2d(3, 4, 3)
+    ((name, value),) = change.items()
+    setattr(layer, name, value)
+    with pytest.warns(BalNormWarning, match=f"trained with {name}={value}"):
+        BalNormConv2d(3, 4, 3).load_state_dict(layer.state_dict())
+
+
+# Checkpoints of balnorm 0.2 -----------------------------------------------------------------------------------------
+
+
+def effective_weight_of_version_2(weight, mass, gain, scale, one_pass, groups, transposed):
+    """Kernel by kernel, from the equations of that version: every kernel is shifted, and there is no offset."""
+    taps = weight.shape[2:]
+    outputs = weight.shape[1] * groups if transposed else weight.shape[0]
+    inputs = weight.shape[0] // groups if transposed else weight.shape[1]
+    effective = torch.zeros_like(weight)
+    for d in range(outputs):
+        group = d // (outputs // groups)
+        part = slice(group * inputs, (group + 1) * inputs)
+        index = (part, d % (outputs // groups)) if transposed else (d, slice(None))
+        w, m = weight[index], mass[0, part].expand(inputs, *taps)
+        shifted = w - (m * w).sum() / m.sum()
+        positive = w > 0 if one_pass else shifted > 0
+        effective[index] = gain[d] * scale * shifted / (m * shifted * positive).sum()
+    return effective
+
+
+OLD = {name: (case.layer, case.arguments, case.input_shape) for name, case in CASES.items()}
+OLD["depthwise"] = (BalNormConv2d, {"in_channels": 4, "out_channels": 8, "kernel_size": 3, "groups": 4}, (2, 4, 6, 6))
+OLD["one channel"] = (BalNormConv1d, {"in_channels": 1, "out_channels": 4, "kernel_size": 5}, (2, 1, 9))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("mass", ["channel", "position"])
+@pytest.mark.parametrize("name", OLD)
+def test_a_checkpoint_of_version_2_evaluates_as_it_did(name, mass, one_pass):
+    kind, arguments, input_shape = OLD[name]
+    options = {"one_pass": one_pass} if kind is BalNormLinear else {"one_pass": one_pass, "mass": mass}
+    layer = kind(**arguments, **options, dtype=torch.float64)
+    state = {name: value.clone() for name, value in layer.state_dict().items() if name not in ("running_mean", "form")}
+    for vector in ("gain", "bias", "running_mass"):
+        state[vector].uniform_(0.5, 2.0)
+    state["output_scale"] = torch.tensor(1.7, dtype=torch.float64)
+    state["num_batches_tracked"] += 30
+    effective = effective_weight_of_version_2(
+        state["weight"], state["running_mass"], state["gain"], 1.7, one_pass, layer.groups, layer.transposed
+    )
+    plain = layer.plain(**layer._shared_arguments(layer), dtype=torch.float64)
+    plain.load_state_dict({"weight": effective, "bias": state["bias"]})
+    layer.load_state_dict(state)
+    x = torch.randn(input_shape, dtype=torch.float64)
+    layer.eval()
+    torch.testing.assert_close(layer(x), plain(x), rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), plain(x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer.fuse()(x), plain(x), rtol=1e-12, atol=1e-12)
+    again = kind(**arguments, **options, dtype=torch.float64)
+    if again.shifts:  # what is saved now is of today's form
+        again.load_state_dict(layer.state_dict())
+    else:
+        with pytest.warns(BalNormWarning, match="trained with shift=True"):
+            again.load_state_dict(layer.state_dict())
+
+
+@pytest.mark.parametrize("given", [{"shift": False}, {"centred": True}], ids=str)
+def test_a_checkpoint_of_version_2_is_not_loaded_into_other_options_in_silence(given):
+    ((name, value),) = given.items()
+    state = BalNormConv2d(3, 4, 3).state_dict()
+    del state["running_mean"], state["form"]
+    state["output_scale"] = state["output_scale"][0]
+    with pytest.warns(BalNormWarning, match=f"has {name}={value}, .* trained with {name}={not value}"):
+        BalNormConv2d(3, 4, 3, **given).load_state_dict(state)
+
+
+def test_a_checkpoint_of_version_2_without_running_statistics_loads():
+    options = {"groups": 4, "track_running_stats": False}
+    layer, x = BalNormConv2d(4, 4, 3, **options), torch.rand(2, 4, 6, 6)
+    state = layer.state_dict()
+    del state["form"]
+    state["output_scale"] = state["output_scale"][0]
+    layer.load_state_dict(state)
+    expected = BF.bal_conv2d(x, layer.weight, gain=layer.gain * layer.output_scale, groups=4, shift=True)
+    torch.testing.assert_close(layer(x), expected)
 
 
 # Quantisation of a model that was not folded ------------------------------------------------------------------------

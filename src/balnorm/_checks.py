@@ -78,6 +78,8 @@ def has_no_statistics(layer: BalNormLayer) -> bool:
 
 def look_for_statistics(layer: BalNormLayer, input: Tensor) -> None:
     """Warn at the first evaluation, where waiting for the device costs little, if there are no statistics."""
+    if getattr(layer, "_is_replica", False):  # of nn.DataParallel: new at every step, it would look for ever
+        return
     if torch_transforms_the_program() or is_watched() or not is_readable(input) or not is_readable(layer.weight):
         return
     if input.is_cuda and torch.cuda.is_current_stream_capturing():  # a CUDA graph cannot wait
@@ -96,8 +98,11 @@ def compare_forms(
     layer: BalNormLayer, name: str, loaded: Sequence[int], own: Sequence[int], allowed: Mapping[str, Sequence[object]]
 ) -> None:
     """Warn if a state dict comes from a layer that computes something else."""
-    for (option, values), there, here in zip(allowed.items(), loaded, own, strict=True):
-        if there != here:
-            was = repr(values[there]) if 0 <= there < len(values) else f"unknown ({there})"
-            message = f"{{}} has {option}={values[here]!r}, and the loaded state was trained with {option}={was}"
-            warn(layer, f"{message}: its outputs will differ. Make the layer with {option}={was}", name or None)
+    forms = zip(allowed.items(), loaded, own, strict=True)
+    differences = {option: (values, there, here) for (option, values), there, here in forms if there != here}
+    if "shift" in differences:
+        differences.pop("one_pass", None)  # which has no meaning without the shift
+    for option, (values, there, here) in differences.items():
+        was = repr(values[there]) if 0 <= there < len(values) else f"unknown ({there})"
+        message = f"{{}} has {option}={values[here]!r}, and the loaded state was trained with {option}={was}"
+        warn(layer, f"{message}: its outputs will differ. Make the layer with {option}={was}", name or None)
