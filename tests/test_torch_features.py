@@ -8,7 +8,7 @@ import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint
 
 import balnorm.functional as BF
-from balnorm import BalNormConv2d
+from balnorm import BalNormConv2d, BalNormConvTranspose2d, BalNormConvTranspose3d
 from cases import CASES, MASS_AND_PASS, small_network
 
 # Raised inside torch's own compiler and checkpointing code, not by ours.
@@ -50,7 +50,9 @@ def test_compile_in_full_graphs_without_recompiling(mass, momentum):
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("options", [{"stats_fraction": 0.5}, {"centred": True}, {"shift": False}, {"track_running_stats": False}])
+@pytest.mark.parametrize(
+    "options", [{"stats_fraction": 0.5}, {"centred": True}, {"shift": False}, {"track_running_stats": False}]
+)
 def test_compile_with_options(options):
     torch._dynamo.reset()
     eager = small_network(**options)
@@ -97,9 +99,9 @@ def test_autocast(name, mass, one_pass, dtype):
     expected = full(full_x)
     assert y.dtype == dtype
     torch.testing.assert_close(y.float(), expected, atol=0.06, rtol=0.06)
-    for name in ("running_mean", "running_mass"):
-        assert getattr(layer, name).dtype == torch.float32
-        torch.testing.assert_close(getattr(layer, name), getattr(full, name))
+    for buffer in ("running_mean", "running_mass"):
+        assert getattr(layer, buffer).dtype == torch.float32
+        torch.testing.assert_close(getattr(layer, buffer), getattr(full, buffer))
     direction = torch.randn_like(expected)
     (y.float() * direction).sum().backward()
     (expected * direction).sum().backward()
@@ -275,3 +277,30 @@ def test_export_and_trace(name, mass):
     example, x = CASES[name].input(), CASES[name].input()
     torch.testing.assert_close(torch.export.export(layer, (example,)).module()(x), layer(x))
     torch.testing.assert_close(torch.jit.trace(layer, example)(x), layer(x))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("mode", ["training", "eval", "no_grad", "compiled"])
+@pytest.mark.parametrize(
+    ("kind", "layout", "size"),
+    [
+        (BalNormConv2d, torch.channels_last, (5, 6)),
+        (BalNormConvTranspose2d, torch.channels_last, (5, 6)),
+        (BalNormConvTranspose3d, torch.channels_last_3d, (3, 4, 5)),
+    ],
+)
+def test_the_memory_format_of_the_weight_is_that_of_the_output(kind, layout, size, mode, groups):
+    """As in torch's own layers. The transposed ones answered a contiguous input in contiguous format."""
+    torch._dynamo.reset()
+    layer, plain = (each(4, 6, 3, groups=groups).to(memory_format=layout) for each in (kind, kind.plain))
+    x = torch.rand(2, 4, *size)
+    expected, layer = plain(x), layer.train(mode == "training" or mode == "compiled")
+    with torch.set_grad_enabled(mode != "no_grad"):
+        y = torch.compile(layer, backend="aot_eager")(x) if mode == "compiled" else layer(x)
+    assert y.is_contiguous(memory_format=layout)
+    assert y.stride() == expected.stride()
+    assert layer.effective_weight().stride() == layer.weight.stride()
+    if y.requires_grad:
+        y.sum().backward()
+        assert layer.weight.grad.stride() == layer.weight.stride()
