@@ -81,11 +81,12 @@ def imported(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name} has a relative import"
-            yield node.module
-            if (
-                PACKAGE.parent / node.module.replace(".", "/")
-            ).is_dir():  # as in from balnorm._core.backends import cpu
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            folder = PACKAGE.parent / node.module.replace(".", "/")
+            names = [alias.name for alias in node.names]
+            if folder.is_dir():  # as in from balnorm._core.backends import cpu
+                yield from (f"{node.module}.{name}" for name in names)
+            if not all((folder / name).is_dir() or (folder / f"{name}.py").exists() for name in names):
+                yield node.module
 
 
 def files_of(module):

@@ -295,7 +295,7 @@ def test_the_memory_format_of_the_weight_is_that_of_the_output(kind, layout, siz
     torch._dynamo.reset()
     layer, plain = (each(4, 6, 3, groups=groups).to(memory_format=layout) for each in (kind, kind.plain))
     x = torch.rand(2, 4, *size)
-    expected, layer = plain(x), layer.train(mode == "training" or mode == "compiled")
+    expected, layer = plain(x), layer.train(mode in ("training", "compiled"))
     with torch.set_grad_enabled(mode != "no_grad"):
         y = torch.compile(layer, backend="aot_eager")(x) if mode == "compiled" else layer(x)
     assert y.is_contiguous(memory_format=layout)

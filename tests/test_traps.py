@@ -426,3 +426,30 @@ def test_a_weight_that_torchao_quantised_is_refused():
     layer = BalNormLinear(4, 3)
     with pytest.raises(TypeError, match=r"quantised weight cannot be balanced: fold .* \(BalNormLinear\)"):
         layer.weight = nn.Parameter(layer.weight.detach().as_subclass(kind))
+
+
+def test_a_layer_of_torchao_is_refused_in_the_place_of_a_balanced_one():
+    """Training in float8 and quantisation-aware training swap every nn.Linear, and the gain was lost in silence."""
+    kind = type("FakeQuantizedLinear", (nn.Linear,), {"__module__": "torchao.quantization.qat.linear"})
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(BalNormLinear(4, 3)))
+    model[0] = kind(4, 4)
+    with pytest.raises(TypeError, match=r"FakeQuantizedLinear of torchao cannot replace a BalNormLinear.*balnorm.fold"):
+        setattr(model[1], "0", kind(4, 3))
+    assert isinstance(model[1][0], BalNormLinear)
+    update_stats([torch.rand(8, 4)], model)
+    folded = fold(model)
+    setattr(folded[1], "0", kind(4, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_torchao_itself_is_refused():
+    quantization, qat = (pytest.importorskip(f"torchao.quantization{name}") for name in ("", ".qat"))
+    config = qat.IntxFakeQuantizeConfig(torch.int4, group_size=32)
+    swaps = [
+        lambda model: quantization.quantize_(model, qat.QATConfig(weight_config=config, step="prepare")),
+        pytest.importorskip("torchao.float8").convert_to_float8_training,
+    ]
+    for swap in swaps:
+        with pytest.raises(TypeError, match="cannot replace a BalNormLinear"):
+            swap(nn.Sequential(BalNormLinear(64, 32)))

@@ -26,6 +26,7 @@ __all__ = [
     "is_readable",
     "look_for_statistics",
     "refuse_quantised",
+    "refuse_successor",
     "warn",
 ]
 
@@ -90,8 +91,21 @@ def look_for_statistics(layer: BalNormLayer, input: Tensor) -> None:
 
 
 def refuse_quantised(layer: BalNormLayer, weight: object) -> None:
-    if type(weight).__module__.partition(".")[0] == "torchao":
+    if _is_of_torchao(weight):
         raise TypeError(f"a quantised weight cannot be balanced: {FOLD} ({type(layer).__name__})")
+
+
+def refuse_successor(layer: BalNormLayer, module: object) -> None:
+    """Refuse a module that is about to take the place of a layer, if it would compute with the raw weight."""
+    if _is_of_torchao(module):
+        raise TypeError(
+            f"a {type(module).__name__} of torchao cannot replace a {type(layer).__name__}, because it would use the "
+            f"weight without balancing it: {FOLD}, or leave this layer out with a filter function"
+        )
+
+
+def _is_of_torchao(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] == "torchao"
 
 
 def compare_forms(

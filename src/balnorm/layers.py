@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from balnorm import _checks
 from balnorm._checks import BalNormWarning, is_readable, warn
@@ -711,6 +712,14 @@ def _signature(layer: type[BalNormLayer]) -> inspect.Signature:
     return inspect.Signature([*parameters[:-2], *options, *parameters[-2:]])
 
 
+def _watch_replacements(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Called wherever a module gets a child: some tools swap any ``nn.Linear`` for a layer of theirs."""
+    layer = parent._modules.get(name)
+    if isinstance(layer, BalNormLayer):
+        _checks.refuse_successor(layer, module)
+
+
+register_module_module_registration_hook(_watch_replacements)
 for _field in _FIELDS:
     if _field.name != "output_scale":  # the attribute is the buffer, which a conversion sets
         setattr(BalNormLayer, _field.name, _option(_field.name))
