@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from balnorm import BalNormConv2d, BalNormLayer, backend
-from balnorm.core import native
+from balnorm._core.backends import cpu
 from balnorm.data import Images, MemoryLoader, channel_statistics
 from balnorm.norms import NORMS
 from balnorm.profiling import interleaved, ratio, saved_bytes, training_step
@@ -187,8 +187,8 @@ def limit_row(model: nn.Module, x: torch.Tensor, speed: float, rounds: int) -> l
     model(x)
     for hook in hooks:
         hook.remove()
-    call, step, sums = native._call, training_step(model, x), []
-    with mock.patch.object(native, "_call", timed):
+    call, step, sums = cpu._call, training_step(model, x), []
+    with mock.patch.object(cpu, "_call", timed):
         for _ in range(2 + rounds):
             calls.clear()
             step()

@@ -17,20 +17,20 @@ pixels = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
 labels = torch.tensor(data.target)
 
 
-def network(norm, activation, signed, signed_pixels):
+def network(norm, activation, centred, centred_pixels):
     layers, inputs = [], 1
     for _ in range(5):
         if norm == "BatchNorm":
             layers += [nn.Conv2d(inputs, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)]
         else:
-            layers += [BalNormConv2d(inputs, 16, 3, padding=1, signed_input=signed_pixels if inputs == 1 else signed)]
+            layers += [BalNormConv2d(inputs, 16, 3, padding=1, centred=centred_pixels if inputs == 1 else centred)]
         layers, inputs = [*layers, activation()], 16
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10))
 
 
-def accuracy(norm, seed, activation, signed, images):
+def accuracy(norm, seed, activation, centred, images):
     torch.manual_seed(seed)
-    model = network(norm, activation, signed, signed_pixels=bool(images.min() < 0))
+    model = network(norm, activation, centred, centred_pixels=bool(images.min() < 0))
     if norm == "measured":
         scale_to_data(model, images[:256])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -43,9 +43,9 @@ def accuracy(norm, seed, activation, signed, images):
         return 100 * (model.eval()(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
 
 
-def show(name, activation=nn.ReLU, signed=False, images=pixels):
+def show(name, activation=nn.ReLU, centred=False, images=pixels):
     for norm in ("BatchNorm", "BalNorm", "measured"):
-        values = [accuracy(norm, seed, activation, signed, images) for seed in (1, 2, 3)]
+        values = [accuracy(norm, seed, activation, centred, images) for seed in (1, 2, 3)]
         each = " ".join(f"{value:.1f}" for value in values)
         print(f"{name:24} {norm:10} {statistics.median(values):5.1f}  ({each})", flush=True)
 
@@ -53,8 +53,8 @@ def show(name, activation=nn.ReLU, signed=False, images=pixels):
 print("test accuracy in percent, median of three seeds (all three)")
 for activation in (nn.ReLU, nn.GELU, nn.SiLU, nn.Softplus, nn.Sigmoid):
     show(activation.__name__, activation)
-for activation in (nn.GELU, nn.SiLU, nn.Tanh):  # they give negative values too
-    show(f"{activation.__name__}, signed", activation, signed=True)
+for activation in (nn.GELU, nn.SiLU, nn.Tanh, nn.Softplus, nn.Sigmoid):  # they are no ReLUs
+    show(f"{activation.__name__}, centred", activation, centred=True)
 
 for contrast in (1.0, 0.3, 0.1, 0.03):  # of grey images: the darkest pixel is far from 0
     grey = 0.5 + contrast * (pixels - 0.5)

@@ -10,9 +10,8 @@ What has to look at values, and so waits:
 - the initialisation of a layer (signs are drawn again until they are right), where it is not on the meta device;
 - ``update_stats``, which says so if no batch came, ``convert`` with an example (is an input ever negative?), and a
   ``balance_report`` that is printed or drawn;
-- a layer in its first three batches (do inputs cancel? has it statistics?), ``fuse`` and ``fold``, ``scale_to_data``
-  and calibration;
-- ``eval()``, and the first ``state_dict()`` after ``train()``, which warn of inputs that cancel;
+- a layer in its first evaluation (has it statistics?), ``fuse`` and ``fold``, and ``scale_to_data``;
+- the loading of a state dict (was it trained with the same options?);
 - the trainer in every tenth step (has the loss diverged, and what to show), at the end of an epoch, and to save;
 - with float16, torch's ``GradScaler`` in every step: it skips one whose gradients are not finite;
 - with EMA, torch's ``AveragedModel`` in every step: it sends its counter to the device.
@@ -34,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 import balnorm
 import balnorm.functional as BF
 from balnorm import BalNormConv2d, balance_report, convert, scale_to_data, update_stats
-from balnorm.core import native
+from balnorm._core.backends import cpu
 from balnorm.data import ImageSpec
 from balnorm.layers import LayerOptions
 from balnorm.models import BLOCKS, create_model
@@ -197,7 +196,10 @@ OPTIONS = [
     *({"mass": mass, "one_pass": one_pass} for mass, one_pass in MASS_AND_PASS),
     {"stats_fraction": 0.5},
     {"stats_fraction": 0.5, "mass": "position"},
-    {"signed_input": True},
+    {"centred": True},
+    {"centred": True, "mass": "position", "stats_fraction": 0.5},
+    {"shift": True},
+    {"shift": False, "mass": "position"},
     {"output_scale": 1.0},
     {"affine": False},
     {"momentum": None},
@@ -319,7 +321,7 @@ def test_the_closed_form_on_cuda(name, dtype, monkeypatch):
         calls.append((function, context, inputs, output))
         return output
 
-    monkeypatch.setattr("balnorm.core.closed_form.apply_function", apply)
+    monkeypatch.setattr("balnorm._core.function.apply_function", apply)
     for mass, one_pass in MASS_AND_PASS:
         layer = CASES[name].build(device="meta", mass=mass, one_pass=one_pass, dtype=dtype)
         with gpu("cuda", layer):
@@ -337,12 +339,13 @@ def test_the_closed_form_on_cuda(name, dtype, monkeypatch):
 
 @both
 @pytest.mark.parametrize(("momentum", "counted"), [(0.1, True), (0.1, False), (None, True)])
-def test_the_update_of_the_running_mass(device, momentum, counted):
+def test_the_update_of_the_running_statistics(device, momentum, counted):
     with gpu(device):
-        running, mass = (torch.empty(1, 3, 1, 1, device=device) for _ in range(2))
+        running_mean, running_mass, mean, mass = (torch.empty(1, 3, 1, 1, device=device) for _ in range(4))
         count = torch.empty((), dtype=torch.long, device=device) if counted else None
         for dtype in (torch.float16, torch.float32, torch.float64):
-            BF.update_running_mass(running, count, mass.to(dtype), momentum)
+            found = mean.to(dtype), mass.to(dtype)
+            BF.update_running_stats(running_mean, running_mass, count, *found, momentum)
 
 
 def weight_norm_has_a_meta_gradient():
@@ -475,10 +478,10 @@ class MatrixProductsInTF32(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("layer", [BalNormConv2d(4, 4, 3, groups=4), BalNormConv2d(4, 4, 3)])
+@pytest.mark.parametrize("layer", [BalNormConv2d(4, 4, 3, groups=4, shift=True), BalNormConv2d(4, 4, 3)])
 def test_what_counts_as_zero_does_not_depend_on_the_precision_of_matrix_products(layer, monkeypatch):
     """Rounded shares no longer add up to 1: kernels of one sign seemed alive, and their outputs were huge."""
-    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setattr(cpu, "_library", None)
     with torch.no_grad():
         layer.weight.abs_()
         layer.bias.normal_()

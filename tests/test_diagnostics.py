@@ -59,8 +59,9 @@ def test_a_layer_without_running_statistics_is_measured_with_the_batch_in_eval_m
     assert torch.allclose(row.positive, (layer.gain * layer.output_scale).double(), rtol=1e-4)
 
 
-def test_signed_inputs_are_measured_by_their_magnitude():
-    layer = BalNormConv2d(3, 4, 3, mass="position", one_pass=False, signed_input=True)
+@pytest.mark.parametrize("centred", [False, True])
+def test_signed_inputs_are_measured_by_their_magnitude(centred):
+    layer = BalNormConv2d(3, 4, 3, mass="position", one_pass=False, centred=centred)
     (row,) = balance_report(layer, torch.randn(2, 3, 6, 6)).layers
     assert torch.allclose(row.positive, (layer.gain * layer.output_scale).double(), rtol=1e-4)
 
@@ -138,7 +139,7 @@ def test_a_model_that_has_run_compiled_is_looked_into(compiled):
 
 
 def test_frozen_layers_are_measured_with_their_running_mass():
-    layer = freeze_stats(BalNormConv2d(1, 4, 3, mass="position", one_pass=False))
+    layer = freeze_stats(BalNormConv2d(1, 4, 3, mass="position", one_pass=False, shift=True))
     layer.running_mass.fill_(2.0)
     (row,) = balance_report(layer, torch.ones(2, 1, 5, 5)).layers
     assert torch.allclose(row.positive, (layer.gain * layer.output_scale).double() / 2)

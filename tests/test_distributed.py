@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import balnorm.functional as BF
 from balnorm import BalNormConv2d, balance_report, convert, fold, scale_to_data, update_stats
-from balnorm.core import torch_private
+from balnorm._core import torch_private
 from cases import small_network
 
 WORLD = 2
@@ -43,18 +43,21 @@ def folder(request, tmp_path_factory):
     """One start of two processes for all checks: importing torch twice takes longer than all of them."""
     folder = tmp_path_factory.mktemp("distributed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BALNORM_NATIVE", "0" if request.param == "torch" else "1")
+        patch.setenv("BALNORM_BACKEND", "torch" if request.param == "torch" else "")
         mp.spawn(check_all, (folder,), nprocs=WORLD)
     return folder
 
 
-def synchronised_is_one_process(rank, mass, shares):
+def synchronised_is_one_process(rank, mass, shares, centred=False):
     """Gradients included, with shares of different size, and with an empty one, which still joins the collective."""
-    model = small_network(mass=mass, sync_stats=True).double()
-    single = small_network(mass=mass).double()
+    model = small_network(mass=mass, centred=centred, sync_stats=True).double()
+    single = small_network(mass=mass, centred=centred).double()
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.bias.normal_()  # not 0: whether a ReLU lets a gradient through would be a matter of rounding
     single.load_state_dict(model.state_dict())
     for step in range(2):
-        x = torch.rand(sum(shares), 3, 6, 6, generator=torch.Generator().manual_seed(step)).double()
+        x = torch.randn(sum(shares), 3, 6, 6, generator=torch.Generator().manual_seed(step)).double()
         mine = x.split(list(shares))[rank].clone().requires_grad_()
         x.requires_grad_()
         model.zero_grad()
@@ -75,24 +78,26 @@ def sums_in_older_torch_have_gradients(rank):
     """In the place of torch's own collectives, whose gradients are wrong there."""
     have, torch_private.COLLECTIVES_HAVE_GRADIENTS = torch_private.COLLECTIVES_HAVE_GRADIENTS, False
     try:
-        synchronised_is_one_process(rank, "position", (5, 3))
+        for centred in (False, True):
+            synchronised_is_one_process(rank, "position", (5, 3), centred)
         second_derivatives_are_synchronised(rank)
     finally:
         torch_private.COLLECTIVES_HAVE_GRADIENTS = have
 
 
 def second_derivatives_are_synchronised(rank):
-    layer = BalNormConv2d(3, 4, 3, sync_stats=True).double()
-    single = copy.deepcopy(layer)
-    single.sync_stats = False
-    x = torch.rand(4, 3, 5, 5, generator=torch.Generator().manual_seed(0)).double()
-    mine = x.split(2)[rank].clone().requires_grad_()
-    (g,) = torch.autograd.grad(layer(mine).square().sum(), mine, create_graph=True)
-    (ours,) = torch.autograd.grad(g.square().sum(), mine)
-    x.requires_grad_()
-    (g,) = torch.autograd.grad(single(x).square().sum(), x, create_graph=True)
-    (whole,) = torch.autograd.grad(g.square().sum(), x)
-    torch.testing.assert_close(ours, whole.split(2)[rank])
+    for centred in (False, True):
+        layer = BalNormConv2d(3, 4, 3, centred=centred, sync_stats=True).double()
+        single = copy.deepcopy(layer)
+        single.sync_stats = False
+        x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0)).double()
+        mine = x.split(2)[rank].clone().requires_grad_()
+        (g,) = torch.autograd.grad(layer(mine).square().sum(), mine, create_graph=True)
+        (ours,) = torch.autograd.grad(g.square().sum(), mine)
+        x.requires_grad_()
+        (g,) = torch.autograd.grad(single(x).square().sum(), x, create_graph=True)
+        (whole,) = torch.autograd.grad(g.square().sum(), x)
+        torch.testing.assert_close(ours, whole.split(2)[rank])
 
 
 def a_process_group_limits_the_synchronisation(rank):
@@ -102,6 +107,7 @@ def a_process_group_limits_the_synchronisation(rank):
     x = torch.rand(2, 3, 5, 5) * (rank + 1)
     layer(x)
     alone(x)
+    torch.testing.assert_close(layer.running_mean, alone.running_mean)
     torch.testing.assert_close(layer.running_mass, alone.running_mass)
 
 
@@ -122,6 +128,7 @@ def statistics_are_per_process_by_default(rank):
     x = torch.rand(2, 3, 6, 6).double() * (rank + 1)
     model(x).sum().backward()
     expected = (x.sum((0, 2, 3)) / (2 * 9 * 4)).view(1, 3, 1, 1)
+    torch.testing.assert_close(model.module[0].running_mean, expected)
     torch.testing.assert_close(model.module[0].running_mass, expected)
 
 
@@ -148,14 +155,15 @@ def one_process_evaluates_alone(rank):
 
 def updated_statistics_are_those_of_all_batches(rank):
     """With shares of different sizes, and with none for one rank, which has no batch to synchronise."""
-    batches = [torch.rand(n, 3, 6, 6, generator=torch.Generator().manual_seed(n)) for n in (1, 4, 2)]
+    batches = [torch.randn(n, 3, 6, 6, generator=torch.Generator().manual_seed(n)) for n in (1, 4, 2)]
     for shares in ([batches[:1], batches[1:]], [batches, []]):
         options = {"sync_stats": True, "process_group": dist.group.WORLD}
         layer = BalNormConv2d(3, 4, 3, padding=1, mass="position", **options)
         update_stats(shares[rank], layer)
         assert {name: getattr(layer, name) for name in options} == options
-        expected = BF.input_mass(torch.cat(batches), 3, padding=1, mass="position")
-        torch.testing.assert_close(layer.running_mass, expected)
+        mean, mass = BF.statistics(torch.cat(batches), 3, padding=1, mass="position")
+        torch.testing.assert_close(layer.running_mean, mean)
+        torch.testing.assert_close(layer.running_mass, mass)
         assert layer.num_batches_tracked == 3
 
 
@@ -194,9 +202,9 @@ def sharded_models_train_on_after_they_were_looked_at(rank):
 def measured_scales_are_the_same_everywhere(rank):
     model = small_network()
     scale_to_data(model, torch.rand(8, 3, 6, 6, generator=torch.Generator().manual_seed(rank)) * (rank + 1))
-    scales = [torch.zeros(()) for _ in range(WORLD)]
+    scales = [torch.zeros_like(model[0].output_scale) for _ in range(WORLD)]
     dist.all_gather(scales, model[0].output_scale)
-    assert scales[0] == scales[1]
+    assert torch.equal(*scales)
 
 
 CHECKS = {
@@ -205,6 +213,13 @@ CHECKS = {
     )
     for mass in BF.MASSES
     for shares in ((4, 4), (5, 3), (6, 0))
+}
+CHECKS |= {
+    f"centred_is_one_process-{mass}-{shares[0]}-{shares[1]}": functools.partial(
+        synchronised_is_one_process, mass=mass, shares=shares, centred=True
+    )
+    for mass in BF.MASSES
+    for shares in ((5, 3), (6, 0))
 }
 CHECKS |= {
     check.__name__: check
@@ -236,4 +251,6 @@ def test_sync_stats_without_a_process_group_is_one_process():
     layer = BalNormConv2d(3, 4, 3, sync_stats=True)
     x = torch.rand(2, 3, 5, 5)
     layer(x)
-    torch.testing.assert_close(layer.running_mass, x.sum((0, 2, 3)).view(1, 3, 1, 1) / (2 * 9))
+    expected = x.sum((0, 2, 3)).view(1, 3, 1, 1) / (2 * 9)
+    torch.testing.assert_close(layer.running_mean, expected)
+    torch.testing.assert_close(layer.running_mass, expected)

@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
+from balnorm import BalNormConv2d
 from balnorm.init import balanced_normal_, unit_variance_scale
 
 
@@ -67,3 +69,11 @@ def test_other_dtypes(dtype):
 
 def test_unit_variance_scale():
     assert unit_variance_scale(2 * math.pi * (math.pi - 1)) == pytest.approx(1.0)
+    assert unit_variance_scale(2 * math.pi * 1.6, centred=True) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("activation", [nn.Identity(), nn.ReLU(), nn.Tanh(), nn.Sigmoid(), nn.Softplus()], ids=str)
+def test_centred_layers_start_with_unit_variance_whatever_they_are_given(activation):
+    layer = BalNormConv2d(64, 64, 3, padding=1, padding_mode="circular", centred=True)  # no border
+    y = layer(activation(torch.randn(16, 64, 10, 10)))
+    assert 0.75 < y.var((0, 2, 3)).mean() < 1.1

@@ -8,7 +8,7 @@ import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint
 
 import balnorm.functional as BF
-from balnorm import BalNormConv2d
+from balnorm import BalNormConv2d, BalNormConvTranspose2d, BalNormConvTranspose3d
 from cases import CASES, MASS_AND_PASS, small_network
 
 # Raised inside torch's own compiler and checkpointing code, not by ours.
@@ -50,7 +50,9 @@ def test_compile_in_full_graphs_without_recompiling(mass, momentum):
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("options", [{"stats_fraction": 0.5}, {"signed_input": True}, {"track_running_stats": False}])
+@pytest.mark.parametrize(
+    "options", [{"stats_fraction": 0.5}, {"centred": True}, {"shift": False}, {"track_running_stats": False}]
+)
 def test_compile_with_options(options):
     torch._dynamo.reset()
     eager = small_network(**options)
@@ -97,8 +99,9 @@ def test_autocast(name, mass, one_pass, dtype):
     expected = full(full_x)
     assert y.dtype == dtype
     torch.testing.assert_close(y.float(), expected, atol=0.06, rtol=0.06)
-    assert layer.running_mass.dtype == torch.float32
-    torch.testing.assert_close(layer.running_mass, full.running_mass)
+    for buffer in ("running_mean", "running_mass"):
+        assert getattr(layer, buffer).dtype == torch.float32
+        torch.testing.assert_close(getattr(layer, buffer), getattr(full, buffer))
     direction = torch.randn_like(expected)
     (y.float() * direction).sum().backward()
     (expected * direction).sum().backward()
@@ -121,11 +124,13 @@ def test_a_backward_pass_under_autocast_is_that_without(name, create_graph):
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-def test_input_mass_is_in_full_precision_under_autocast():
-    x = torch.rand(2, 3, 6, 6)
+@pytest.mark.parametrize("centred", [False, True])
+def test_statistics_are_in_full_precision_under_autocast(centred):
+    x = torch.randn(2, 3, 6, 6)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        mass = BF.input_mass(x, 3, padding=1, mass="position")
-    torch.testing.assert_close(mass, BF.input_mass(x, 3, padding=1, mass="position"), atol=0, rtol=0)
+        found = BF.statistics(x, 3, padding=1, mass="position", centred=centred)
+    expected = BF.statistics(x, 3, padding=1, mass="position", centred=centred)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
 def test_autocast_sums_are_exact_where_bfloat16_would_lose_them():
@@ -133,6 +138,7 @@ def test_autocast_sums_are_exact_where_bfloat16_would_lose_them():
     x = torch.ones(64, 2, 32, 32)  # a sum of 65,536 ones: bfloat16 stops counting at 256
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layer(x)
+    assert torch.equal(layer.running_mean, torch.ones(1, 2, 1, 1))
     assert torch.equal(layer.running_mass, torch.ones(1, 2, 1, 1))
 
 
@@ -271,3 +277,30 @@ def test_export_and_trace(name, mass):
     example, x = CASES[name].input(), CASES[name].input()
     torch.testing.assert_close(torch.export.export(layer, (example,)).module()(x), layer(x))
     torch.testing.assert_close(torch.jit.trace(layer, example)(x), layer(x))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("mode", ["training", "eval", "no_grad", "compiled"])
+@pytest.mark.parametrize(
+    ("kind", "layout", "size"),
+    [
+        (BalNormConv2d, torch.channels_last, (5, 6)),
+        (BalNormConvTranspose2d, torch.channels_last, (5, 6)),
+        (BalNormConvTranspose3d, torch.channels_last_3d, (3, 4, 5)),
+    ],
+)
+def test_the_memory_format_of_the_weight_is_that_of_the_output(kind, layout, size, mode, groups):
+    """As in torch's own layers. The transposed ones answered a contiguous input in contiguous format."""
+    torch._dynamo.reset()
+    layer, plain = (each(4, 6, 3, groups=groups).to(memory_format=layout) for each in (kind, kind.plain))
+    x = torch.rand(2, 4, *size)
+    expected, layer = plain(x), layer.train(mode in ("training", "compiled"))
+    with torch.set_grad_enabled(mode != "no_grad"):
+        y = torch.compile(layer, backend="aot_eager")(x) if mode == "compiled" else layer(x)
+    assert y.is_contiguous(memory_format=layout)
+    assert y.stride() == expected.stride()
+    assert layer.effective_weight().stride() == layer.weight.stride()
+    if y.requires_grad:
+        y.sum().backward()
+        assert layer.weight.grad.stride() == layer.weight.stride()

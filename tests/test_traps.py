@@ -10,94 +10,39 @@ from torch import nn
 
 import balnorm.functional as BF
 from balnorm import (
+    BalNormConv1d,
     BalNormConv2d,
     BalNormConvTranspose2d,
     BalNormLinear,
     BalNormWarning,
+    _checks,
     convert,
     fold,
     scale_to_data,
     update_stats,
 )
-from balnorm.models import create_model
-from balnorm.surgery._attribution import attribute
-from balnorm.surgery._decisions import Place, Removed
-from balnorm.surgery._flow import data_flow
-from balnorm.surgery._model import replace_modules
-from balnorm.surgery._shifts import move_shifts
+from cases import CASES
+
+# Inputs of any sign -------------------------------------------------------------------------------------------------
 
 
-def signed_images():
-    return torch.randn(8, 3, 8, 8)
-
-
-# Inputs that cancel -------------------------------------------------------------------------------------------------
-
-
-def test_mean_subtracted_pixels_are_noticed_once():
-    layer = BalNormConv2d(3, 4, 3)
-    with pytest.warns(BalNormWarning, match=r"BalNormConv2d\(3, 4, .*\) gets negative .* \[0, 1\].* signed_input=True"):
-        layer(signed_images())
-    layer(signed_images())  # and a second warning would be an error
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("change", [lambda x: x, torch.abs, torch.relu, F.silu, lambda x: -x.abs()])
+def test_no_input_is_a_trap(change, centred):
+    """Where inputs cancelled, outputs exploded. (And a warning would be an error.)"""
+    layer = BalNormConv2d(16, 8, 3, centred=centred)
+    x = change(torch.randn(8, 16, 8, 8))
+    assert 0.1 < layer(x).std() < 3
     layer.eval()
+    assert 0.1 < layer(x).std() < 3
     layer.state_dict()
-
-
-@pytest.mark.parametrize("options", [{"signed_input": True}, {}])
-def test_no_warning_without_a_reason(options):
-    layer = BalNormConv2d(3, 4, 3, **options)
-    images = signed_images()
-    for x in (images if options else images.relu(), F.silu(images) if not options else images, images[:0].relu()):
-        layer(x)
-    layer.eval()
     fold(nn.Sequential(layer))
 
 
-def test_statistics_are_read_once_in_a_stretch_of_training(monkeypatch):
-    """Reading them waits for the device, and averages of weights ask for the state dict at every step."""
-    layer, read = BalNormConv2d(3, 4, 3), []
-    monkeypatch.setattr("balnorm.layers.is_readable", lambda tensor: read.append(tensor) or True)
-    for expected in (1, 2):
-        layer.train()
-        for _ in range(3):
-            layer.state_dict()
-        assert len(read) == expected
-
-
-@pytest.mark.parametrize("look", [BalNormConv2d.eval, BalNormConv2d.state_dict, BalNormConv2d.fuse])
-def test_a_running_mass_that_cancels_is_noticed_later_too(look):
-    """Early batches may look right; evaluation, saving and folding look once more."""
-    layer = BalNormConv2d(3, 4, 3)
-    for _ in range(3):
-        layer(signed_images().abs())
-    for _ in range(100):
-        layer(-signed_images().abs())
-    with pytest.warns(BalNormWarning, match="gets negative inputs"):
-        look(layer)
-
-
-def test_replicas_of_data_parallel_are_not_looked_at():
-    """They are new at every step, so each of them would be early for ever."""
-    layer = BalNormConv2d(3, 4, 3)
-    layer._is_replica = True  # as nn.DataParallel does
-    layer(signed_images())  # and a warning would be an error
-
-
-def test_the_warning_can_be_switched_off():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BalNormWarning)
-        BalNormConv2d(3, 4, 3)(signed_images())
-
-
-def test_later_batches_are_not_looked_at(monkeypatch):
-    """To look at values is to wait for the device."""
-    layer, looks, look = BalNormConv2d(3, 4, 3), [], BalNormConv2d._look_at
-    monkeypatch.setattr(BalNormConv2d, "_look_at", lambda self, x: looks.append(x) or look(self, x))
-    for _ in range(5):
-        layer(torch.rand(2, 3, 8, 8))
-    assert len(looks) == 3
-    update_stats([torch.rand(2, 3, 8, 8)] * 2, layer)
-    assert len(looks) == 3
+def test_the_option_for_signed_inputs_says_what_took_its_place():
+    with pytest.raises(TypeError, match=r"signed_input.*: any input will do now; .* centred=True"):
+        BalNormConv2d(3, 4, 3, signed_input=True)
 
 
 # Statistics that were never taken -----------------------------------------------------------------------------------
@@ -119,7 +64,90 @@ def test_statistics_that_were_taken_are_enough():
         model(torch.rand(2, 3, 5, 5))
 
 
-# A trained network survives -----------------------------------------------------------------------------------------
+def test_statistics_are_looked_for_once(monkeypatch):
+    """To look at values is to wait for the device. New statistics are looked at anew."""
+    layer, looks = BalNormConv2d(3, 4, 3), []
+    monkeypatch.setattr(_checks, "has_no_statistics", looks.append)
+
+    def evaluate():
+        layer.eval()
+        for _ in range(3):
+            layer(torch.rand(2, 3, 8, 8))
+        return len(looks)
+
+    for _ in range(5):
+        layer(torch.rand(2, 3, 8, 8))
+        layer.state_dict()
+    assert len(looks) == 0
+    assert evaluate() == 1
+    update_stats([torch.rand(2, 3, 8, 8)] * 2, layer)
+    layer.train()(torch.rand(2, 3, 8, 8))
+    seen = evaluate()
+    layer.load_state_dict(layer.state_dict())
+    assert evaluate() == seen + 1
+    layer.reset_running_stats()
+    assert evaluate() == seen + 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_replicas_of_data_parallel_are_not_looked_at():
+    """They are new at every step, so each of them would look for ever."""
+    layer = BalNormConv2d(3, 4, 3).eval()
+    layer._is_replica = True  # as nn.DataParallel does
+    layer(torch.rand(2, 3, 8, 8))  # and a warning would be an error
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_warning_can_be_switched_off():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BalNormWarning)
+        BalNormConv2d(3, 4, 3).eval()(torch.rand(2, 3, 8, 8))
+
+
+def average(ema, model, decay):
+    """As timm's ModelEmaV2 does: whatever is in the state dict, integers too, which stay 0."""
+    with torch.no_grad():
+        for mine, new in zip(ema.state_dict().values(), model.state_dict().values(), strict=True):
+            mine.copy_(decay * mine + (1 - decay) * new)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("options", [{}, {"one_pass": False, "centred": True}])
+@pytest.mark.parametrize("use", [lambda model, x: model.eval()(x), lambda model, x: fold(model)])
+def test_averaged_statistics_are_statistics_though_nobody_counted(use, options):
+    model = nn.Sequential(BalNormConv2d(3, 4, 3, **options), nn.ReLU(), BalNormConv2d(4, 4, 3, **options))
+    ema = copy.deepcopy(model).eval()
+    for _ in range(5):
+        model(torch.rand(4, 3, 8, 8))
+        average(ema, model, 0.9999)
+    assert ema[0].num_batches_tracked == 0
+    use(ema, torch.rand(2, 3, 8, 8))
+    other = copy.deepcopy(model)
+    other.load_state_dict(ema.state_dict())
+    use(other, torch.rand(2, 3, 8, 8))
+
+
+def test_a_scale_is_measured_about_the_mean():
+    """Where a stride meets bright pixels with some taps only, the outputs are not balanced about 0."""
+    layer, x = BalNormConv2d(2, 1, 3, stride=2), torch.rand(64, 2, 7, 7)
+    x[..., ::2, ::2] += 1
+    scale_to_data(layer, x)
+    y = layer(x)
+    assert y.mean().square() > 0.1
+    assert y.var(correction=0).item() == pytest.approx(1, rel=1e-3)
+
+
+def statistics_of_training(model):
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2.0)
+            nn.init.uniform_(norm.weight, 0.5, 2.0)
+            nn.init.uniform_(norm.bias, -1.0, 1.0)
+    return model.double().eval()
+
+
+# A scale that fits the data -----------------------------------------------------------------------------------------
 
 
 def train(model, images, labels, steps=100):
@@ -135,288 +163,6 @@ def train(model, images, labels, steps=100):
 def accuracy(model, images, labels):
     with torch.no_grad():
         return (model.eval()(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
-
-
-def test_a_calibrated_network_keeps_most_of_its_accuracy(digits):
-    """How much is a matter of luck, and so of rounding; that the scores are nearer is not."""
-    images, labels = digits
-    layers = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
-    for _ in range(4):
-        layers += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
-    trained = train(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10)), *digits)
-    before, scores = accuracy(trained, images, labels), trained(images[1500:]).detach()
-    uncalibrated, _ = convert(copy.deepcopy(trained))
-    update_stats(images[:512].split(256), uncalibrated)
-    calibrated, _ = convert(trained, calibrate=[(batch, None) for batch in images[:512].split(256)])
-    assert before > 0.8
-    assert accuracy(calibrated, images, labels) > before - 0.3
-    near, far = ((model.eval()(images[1500:]) - scores).square().mean() for model in (calibrated, uncalibrated))
-    assert near < far / 2
-
-
-def small_trained(last):
-    """Two layers with BatchNorms of scales of both signs."""
-    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), last, nn.BatchNorm2d(8))
-    for norm in (model[1], model[4]):
-        nn.init.normal_(norm.weight)
-        nn.init.uniform_(norm.bias, 0.5, 1.5)  # no channel is dead
-    x = torch.rand(64, 3, 8, 8)
-    model(x)
-    return model.eval(), x
-
-
-def test_a_channel_that_cannot_be_balanced_is_calibrated_to_a_finite_gain():
-    layer = nn.Conv2d(3, 4, 3)
-    nn.init.constant_(layer.weight[0], 0.1)  # nothing is left of it after the shift
-    model = nn.Sequential(layer, nn.BatchNorm2d(4, affine=False)).eval()
-    with pytest.warns(BalNormWarning, match="one sign"):
-        convert(model, calibrate=torch.rand(8, 3, 6, 6))
-    assert model[0].gain.isfinite().all()
-
-
-def test_a_scale_is_measured_about_the_mean():
-    """Where a stride meets bright pixels with some taps only, the outputs are not balanced about 0."""
-    layer, x = BalNormConv2d(2, 1, 3, stride=2), torch.rand(64, 2, 7, 7)
-    x[..., ::2, ::2] += 1
-    scale_to_data(layer, x)
-    y = layer(x)
-    assert y.mean().square() > 0.1
-    assert y.var(correction=0).item() == pytest.approx(1, rel=1e-3)
-
-
-def test_new_statistics_are_looked_at_anew():
-    layer, x = BalNormConv2d(3, 4, 3), torch.rand(8, 3, 6, 6)
-    for _ in range(20):
-        layer(x)
-    layer.reset_running_stats()
-    with pytest.warns(BalNormWarning, match="gets negative inputs"):
-        layer(x - x.mean())
-
-
-def test_every_channel_has_the_mean_and_deviation_that_it_had():
-    """Where the inputs cannot be laid out as a matrix: in transposed convolutions."""
-    model, x = small_trained(nn.ConvTranspose2d(6, 8, 2, stride=2))
-    expected = model(x)
-    converted, _ = convert(copy.deepcopy(model), calibrate=x)
-    y = converted.eval()(x)
-    torch.testing.assert_close(y.mean((0, 2, 3)), expected.mean((0, 2, 3)), atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(y.std((0, 2, 3)), expected.std((0, 2, 3)), atol=1e-3, rtol=1e-2)
-    correlation = ((y - y.mean((0, 2, 3), True)) * (expected - expected.mean((0, 2, 3), True))).mean((0, 2, 3))
-    assert (correlation > 0).float().mean() > 0.9  # a channel that the norm turned round is turned round still
-    assert converted[0].num_batches_tracked == 1
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: nn.Conv2d(6, 8, 3, padding=1),
-        lambda: nn.Conv2d(6, 8, 3, stride=2, padding="valid", bias=False),
-        lambda: nn.Conv2d(6, 8, (1, 3), dilation=2, groups=2),
-        lambda: nn.Conv2d(6, 8, 3, padding="same", padding_mode="reflect"),
-    ],
-)
-def test_calibration_finds_the_balanced_weight_of_least_error(build, monkeypatch):
-    """Against a constrained least-squares problem solved as such, by Lagrange multipliers, one channel at a time."""
-    monkeypatch.setattr("balnorm.surgery._calibrate._RIDGE", 1e-9)
-    model, x = small_trained(build())
-    model, x = model.double(), x.double()
-    wanted = model(x).detach().movedim(1, -1).flatten(0, 2)
-    converted, _ = convert(copy.deepcopy(model), calibrate=x)
-    layer = converted.eval()[3]
-    inputs = converted[:3](x).detach()
-    y = layer(inputs).movedim(1, -1).flatten(0, 2)
-    torch.testing.assert_close(y.mean(0), wanted.mean(0), atol=1e-4, rtol=1e-4)
-    per_group, taps = 6 // layer.groups, layer.weight[0, 0].numel()
-    probe = nn.Conv2d(6, 6 * taps, layer.kernel_size, layer.stride, layer.padding, layer.dilation, groups=6, bias=False)
-    probe.padding_mode, probe._reversed_padding_repeated_twice = (
-        layer.padding_mode, layer._reversed_padding_repeated_twice,
-    )  # fmt: skip
-    probe.weight = nn.Parameter(torch.eye(taps, dtype=torch.float64).repeat(6, 1).view(6 * taps, 1, *layer.kernel_size))
-    rows = probe(inputs).detach().movedim(1, -1).flatten(0, 2)
-    for channel in range(8):
-        first = channel // (8 // layer.groups) * per_group * taps
-        A = torch.cat([rows[:, first : first + per_group * taps], torch.ones(len(rows), 1, dtype=torch.float64)], 1)
-        m = layer.running_mass[0].expand(-1, *layer.kernel_size).flatten()[first : first + per_group * taps]
-        m = torch.cat([m, torch.zeros(1, dtype=torch.float64)])  # the bias is free
-        system = torch.cat([torch.cat([A.T @ A, m[:, None]], 1), torch.cat([m, m.new_zeros(1)])[None]])
-        solution = torch.linalg.lstsq(system, torch.cat([A.T @ wanted[:, channel], m.new_zeros(1)])).solution
-        best = (A @ solution[:-1] - wanted[:, channel]).square().mean()
-        found = (y[:, channel] - wanted[:, channel]).square().mean()
-        assert found <= best + 1e-3 * wanted[:, channel].var()
-
-
-def test_the_report_says_what_calibration_matched():
-    def trained(layer, channels=8):
-        return nn.Sequential(layer, nn.BatchNorm2d(channels), nn.ReLU())
-
-    class Network(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = trained(nn.Conv2d(3, 8, 3))
-            self.up = trained(nn.ConvTranspose2d(8, 8, 2, stride=2))
-            self.plain = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8, affine=False))
-            self.never = trained(nn.Conv2d(8, 8, 3))
-
-        def forward(self, x):
-            x = self.plain(self.up(self.conv(x)))
-            return self.never(x) if len(x) == 7 else x
-
-    x = torch.rand(16, 3, 10, 10)
-    _, report = convert(Network().eval(), example_input=x[:7], calibrate=x)
-    assert {row.layer: row.matched for row in report.rows if row.matched} == {
-        "conv.0": "outputs",
-        "up.0": "mean and deviation",
-        "plain.0": "deviation",
-        "never.0": "nothing",
-    }
-    assert "matched" in str(report).splitlines()[0]
-    _, report = convert(Network(), example_input=x[:7])
-    assert "matched" not in str(report)
-
-
-def test_calibration_fits_linear_layers_and_signals_of_one_axis():
-    model = nn.Sequential(
-        nn.Conv1d(4, 8, 5, stride=2), nn.BatchNorm1d(8), nn.ReLU(), nn.Flatten(),
-        nn.Linear(8 * 14, 16), nn.BatchNorm1d(16),
-    )  # fmt: skip
-    x = torch.rand(512, 4, 31)
-    for _ in range(50):
-        model(x)
-    expected = model.eval()(x)
-    errors = []
-    for matrix in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            if not matrix:
-                patch.setattr("balnorm.surgery._calibrate._has_matrix", lambda *_: False)
-            converted, _ = convert(copy.deepcopy(model), calibrate=x, example_input=x[:2])
-        errors.append((converted.eval()(x) - expected).square().mean().item())
-    assert errors[0] < 0.9 * errors[1]
-
-
-def test_a_calibrated_pre_activation_network_survives(digits):
-    """Matching means and deviations alone lost half of such a network's accuracy."""
-    images = digits[0]
-    torch.manual_seed(0)
-    trained = train(create_model("wide_resnet", "batchnorm", depth=14, width=8, in_channels=1), *digits)
-    scores = trained(images[1500:]).detach()
-    calibrated, _ = convert(copy.deepcopy(trained), calibrate=images[:512])
-    with torch.no_grad():
-        same = (calibrated.eval()(images[1500:]).argmax(1) == scores.argmax(1)).float().mean()
-    assert accuracy(trained, *digits) > 0.8
-    assert same > 0.75
-
-
-def moved(model, shifts, decisions):
-    """The network with shifts and factors in its convolutions, and without the norms that they come from."""
-    with torch.no_grad():
-        for layer, shift in shifts.added.items():
-            bias = shift if layer.bias is None else layer.bias + shift
-            layer.bias = nn.Parameter(bias)
-        for layer, factor in shifts.factors.items():
-            layer.weight.mul_(factor.view(1, -1, *[1] * (layer.weight.dim() - 2)))
-    gone = {norm for norm, decision in decisions.items() if set(getattr(decision, "layers", ())) & set(shifts.factors)}
-    return replace_modules(model, {norm: nn.Identity() for norm in gone if decisions[norm].place is Place.FEEDS})
-
-
-class Tapped(nn.Module):
-    """A pre-activation block. If it is tapped, what its norm is given also goes elsewhere."""
-
-    def __init__(self, activation=nn.ReLU, tapped=False):
-        super().__init__()
-        self.stem, self.norm, self.activation = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), activation()
-        self.branch, self.last, self.tapped = nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), tapped
-
-    def forward(self, x):
-        x = self.stem(x)
-        y = self.last(self.branch(self.activation(self.norm(x))) + x)
-        return (x.relu(), y) if self.tapped else y
-
-
-def statistics_of_training(model):
-    for norm in model.modules():
-        if isinstance(norm, nn.BatchNorm2d):
-            norm.running_mean.normal_()
-            norm.running_var.uniform_(0.5, 2.0)
-            nn.init.uniform_(norm.weight, 0.5, 2.0)
-            nn.init.uniform_(norm.bias, -1.0, 1.0)
-    return model.double().eval()
-
-
-@pytest.mark.parametrize(
-    ("network", "norms"),
-    [
-        (lambda: create_model("wide_resnet", "batchnorm", depth=14, width=4), 6),
-        (lambda: create_model("preact_resnet18", "batchnorm", width=4), 8),
-        (lambda: create_model("preact_resnet50", "batchnorm", width=4), 15),
-        (Tapped, 1),
-        (lambda: Tapped(nn.PReLU), 1),
-    ],
-)
-def test_the_shifts_of_pre_activation_norms_move_into_the_layers_before_them(network, norms):
-    """Without them, the layers behind such a norm met another input: six points of a network were lost, not two."""
-    model, x = statistics_of_training(network()), torch.rand(2, 3, 16, 16, dtype=torch.float64)
-    before, flow = model(x), data_flow(model, x)
-    decisions = attribute(model, flow)
-    shifts = move_shifts(decisions, flow)
-    feeding = [it for it in decisions.values() if isinstance(it, Removed) and it.place is Place.FEEDS]
-    assert len(feeding) == norms
-    moved(model, shifts, decisions)
-    torch.testing.assert_close(model(x), before)
-
-
-@pytest.mark.parametrize("network", [Tapped(nn.GELU), Tapped(tapped=True)])
-def test_shifts_stay_where_moving_them_would_show(network):
-    """Behind an activation that is not linear for positive numbers, and where the sum is used by something else."""
-    flow = data_flow(statistics_of_training(network), torch.rand(2, 3, 16, 16, dtype=torch.float64))
-    assert move_shifts(attribute(network, flow), flow).added == {}
-
-
-def test_a_layer_without_a_bias_adds_no_shift():
-    """It could not, and the layers behind it would take away what nobody had added."""
-    model = statistics_of_training(Tapped())
-    flow = data_flow(model, torch.rand(2, 3, 16, 16, dtype=torch.float64))
-    decisions = attribute(model, flow)
-    assert set(move_shifts(decisions, flow).added) == {model.stem, model.branch}
-    assert move_shifts(decisions, flow, [model.stem]).added == {}
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_calibration_asks_no_shift_of_layers_without_a_bias(bias, monkeypatch):
-    trained, asked = statistics_of_training(Tapped()), []
-    trained.stem.bias = trained.branch.bias = None
-    layers = {trained.stem, trained.branch}
-
-    def spied(decisions, flow, without_bias):
-        asked.append(layers - set(without_bias))
-        return move_shifts(decisions, flow, without_bias)
-
-    monkeypatch.setattr("balnorm.surgery._convert.move_shifts", spied)
-    convert(trained, calibrate=torch.rand(64, 3, 8, 8, dtype=torch.float64), bias=bias)
-    assert asked == [layers if bias else set()]
-
-
-def test_shifts_of_channels_that_are_always_on_stay_small():
-    model = statistics_of_training(Tapped())
-    nn.init.constant_(model.norm.weight, 1e-9)
-    model.norm.weight.data[0] = -1.0
-    flow = data_flow(model, torch.rand(2, 3, 16, 16, dtype=torch.float64))
-    shifts = move_shifts(attribute(model, flow), flow)
-    largest = model.norm.running_mean.abs() + 3.01 * model.norm.running_var.sqrt()
-    assert (shifts.added[model.stem].abs() <= largest).all()
-    assert shifts.factors[model.branch][0] == 0
-
-
-@pytest.mark.parametrize(
-    ("calibrate", "error", "message"), [([], ValueError, "calibrate"), (3, TypeError, "calibrate must be")]
-)
-def test_calibration_without_data_is_refused(calibrate, error, message):
-    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6))
-    with pytest.raises(error, match=message):
-        convert(model, calibrate=calibrate)
-    assert isinstance(model[1], nn.BatchNorm2d)
-
-
-# A scale that fits the data -----------------------------------------------------------------------------------------
 
 
 def activated(activation, **options):
@@ -441,7 +187,7 @@ def test_measured_scales_give_unit_variance_in_every_layer():
     assert model[0](x).std().item() == pytest.approx(1.0, rel=1e-3)
     after = model.state_dict()
     changed = {name for name in after if not torch.equal(after[name], before[name])}
-    of_the_call_above = {"0.running_mass", "0.num_batches_tracked"}
+    of_the_call_above = {"0.running_mean", "0.running_mass", "0.num_batches_tracked"}
     assert changed - of_the_call_above == {"0.output_scale", "2.output_scale", "5.output_scale"}
     with torch.no_grad():
         model[2].gain.fill_(1.0)
@@ -488,7 +234,7 @@ def test_a_checkpoint_of_plain_layers_names_the_way_that_works(state):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BalNormWarning)  # no statistics yet
         saved = (plain if state == "batchnorm" else fold(model)).state_dict()
-    way = r"^0 was given the weight of a layer that is not balanced.*balnorm.convert\(model, calibrate=batch\)"
+    way = r"^0 was given the weight of a layer that is not balanced.*balnorm.convert\(model, example_input=images\)"
     with pytest.warns(BalNormWarning, match=way) as caught, pytest.raises(RuntimeError, match=r"0\.gain"):
         model.load_state_dict(saved)
     assert len(caught) == 1  # for all layers together
@@ -503,6 +249,135 @@ def test_a_damaged_checkpoint_of_balanced_layers_is_not_taken_for_another_networ
     del saved["0.running_mass"]
     with pytest.raises(RuntimeError, match="running_mass"):
         model.load_state_dict(saved)  # and a warning would be an error
+
+
+FORMS = [
+    ({"one_pass": False}, {}),
+    ({}, {"one_pass": False}),
+    ({"shift": False}, {}),
+    ({"centred": True}, {"centred": False}),
+]
+
+
+@pytest.mark.parametrize("averaged", [1.0, 0.9999])
+@pytest.mark.parametrize(("saved", "loaded"), FORMS, ids=str)
+def test_a_checkpoint_of_other_options_is_noticed(saved, loaded, averaged):
+    """It loaded without a word, and the outputs were others. Averages of weights make a 1 a 0.9999."""
+
+    def network(options):
+        return nn.ModuleDict({"trunk": nn.Sequential(nn.ReLU(), BalNormConv2d(3, 4, 3, **options))})
+
+    state, layer = network(saved).state_dict(), network(loaded)["trunk"][1]
+    state["trunk.1.form"] *= averaged
+    (name,) = {**saved, **loaded}
+    theirs, ours = (getattr(network(options)["trunk"][1], name) for options in (saved, loaded))
+    ours, theirs = (True if value == "auto" else value for value in (ours, theirs))
+    said = rf"trunk\.1 has {name}={ours}, and the loaded state was trained with {name}={theirs}: "
+    model = network(loaded)
+    with pytest.warns(BalNormWarning, match=said) as caught:
+        model.load_state_dict(state)
+    assert len(caught) == 1
+    assert torch.equal(model["trunk"][1].form, layer.form)  # which says what the layer does
+    network(saved).load_state_dict(state)  # and a warning would be an error
+
+
+def test_a_checkpoint_of_the_other_mass_is_noticed():
+    state = BalNormConv2d(3, 4, 3, mass="position").state_dict()
+    with (
+        pytest.warns(BalNormWarning, match="has mass='channel', and the loaded state was trained with mass='position'"),
+        pytest.raises(RuntimeError, match="size mismatch for running_mass"),
+    ):
+        BalNormConv2d(3, 4, 3).load_state_dict(state)
+    pointwise = BalNormConv2d(3, 4, 1, mass="position").state_dict()
+    BalNormConv2d(3, 4, 1).load_state_dict(pointwise)  # where both masses are the same
+
+
+@pytest.mark.parametrize("change", [{"one_pass": False}, {"shift": False}, {"centred": True}], ids=str)
+def test_options_that_are_set_later_travel_too(change):
+    layer = BalNormConv2d(3, 4, 3)
+    ((name, value),) = change.items()
+    setattr(layer, name, value)
+    with pytest.warns(BalNormWarning, match=f"trained with {name}={value}"):
+        BalNormConv2d(3, 4, 3).load_state_dict(layer.state_dict())
+
+
+# Checkpoints of balnorm 0.2 -----------------------------------------------------------------------------------------
+
+
+def effective_weight_of_version_2(weight, mass, gain, scale, one_pass, groups, transposed):
+    """Kernel by kernel, from the equations of that version: every kernel is shifted, and there is no offset."""
+    taps = weight.shape[2:]
+    outputs = weight.shape[1] * groups if transposed else weight.shape[0]
+    inputs = weight.shape[0] // groups if transposed else weight.shape[1]
+    effective = torch.zeros_like(weight)
+    for d in range(outputs):
+        group = d // (outputs // groups)
+        part = slice(group * inputs, (group + 1) * inputs)
+        index = (part, d % (outputs // groups)) if transposed else (d, slice(None))
+        w, m = weight[index], mass[0, part].expand(inputs, *taps)
+        shifted = w - (m * w).sum() / m.sum()
+        positive = w > 0 if one_pass else shifted > 0
+        effective[index] = gain[d] * scale * shifted / (m * shifted * positive).sum()
+    return effective
+
+
+OLD = {name: (case.layer, case.arguments, case.input_shape) for name, case in CASES.items()}
+OLD["depthwise"] = (BalNormConv2d, {"in_channels": 4, "out_channels": 8, "kernel_size": 3, "groups": 4}, (2, 4, 6, 6))
+OLD["one channel"] = (BalNormConv1d, {"in_channels": 1, "out_channels": 4, "kernel_size": 5}, (2, 1, 9))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("mass", ["channel", "position"])
+@pytest.mark.parametrize("name", OLD)
+def test_a_checkpoint_of_version_2_evaluates_as_it_did(name, mass, one_pass):
+    kind, arguments, input_shape = OLD[name]
+    options = {"one_pass": one_pass} if kind is BalNormLinear else {"one_pass": one_pass, "mass": mass}
+    layer = kind(**arguments, **options, dtype=torch.float64)
+    state = {name: value.clone() for name, value in layer.state_dict().items() if name not in ("running_mean", "form")}
+    for vector in ("gain", "bias", "running_mass"):
+        state[vector].uniform_(0.5, 2.0)
+    state["output_scale"] = torch.tensor(1.7, dtype=torch.float64)
+    state["num_batches_tracked"] += 30
+    effective = effective_weight_of_version_2(
+        state["weight"], state["running_mass"], state["gain"], 1.7, one_pass, layer.groups, layer.transposed
+    )
+    plain = layer.plain(**layer._shared_arguments(layer), dtype=torch.float64)
+    plain.load_state_dict({"weight": effective, "bias": state["bias"]})
+    layer.load_state_dict(state)
+    x = torch.randn(input_shape, dtype=torch.float64)
+    layer.eval()
+    torch.testing.assert_close(layer(x), plain(x), rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), plain(x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer.fuse()(x), plain(x), rtol=1e-12, atol=1e-12)
+    again = kind(**arguments, **options, dtype=torch.float64)
+    if again.shifts:  # what is saved now is of today's form
+        again.load_state_dict(layer.state_dict())
+    else:
+        with pytest.warns(BalNormWarning, match="trained with shift=True"):
+            again.load_state_dict(layer.state_dict())
+
+
+@pytest.mark.parametrize("given", [{"shift": False}, {"centred": True}], ids=str)
+def test_a_checkpoint_of_version_2_is_not_loaded_into_other_options_in_silence(given):
+    ((name, value),) = given.items()
+    state = BalNormConv2d(3, 4, 3).state_dict()
+    del state["running_mean"], state["form"]
+    state["output_scale"] = state["output_scale"][0]
+    with pytest.warns(BalNormWarning, match=f"has {name}={value}, .* trained with {name}={not value}"):
+        BalNormConv2d(3, 4, 3, **given).load_state_dict(state)
+
+
+def test_a_checkpoint_of_version_2_without_running_statistics_loads():
+    options = {"groups": 4, "track_running_stats": False}
+    layer, x = BalNormConv2d(4, 4, 3, **options), torch.rand(2, 4, 6, 6)
+    state = layer.state_dict()
+    del state["form"]
+    state["output_scale"] = state["output_scale"][0]
+    layer.load_state_dict(state)
+    expected = BF.bal_conv2d(x, layer.weight, gain=layer.gain * layer.output_scale, groups=4, shift=True)
+    torch.testing.assert_close(layer(x), expected)
 
 
 # Quantisation of a model that was not folded ------------------------------------------------------------------------
@@ -553,91 +428,28 @@ def test_a_weight_that_torchao_quantised_is_refused():
         layer.weight = nn.Parameter(layer.weight.detach().as_subclass(kind))
 
 
-@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
-def test_kernels_of_one_sign_warn_where_one_pass_leaves_them_constant(kind):
-    """As trained depthwise kernels, which often blur."""
-
-    def model(dead):
-        made = nn.Sequential(kind(16, 16, 3, groups=16), nn.BatchNorm2d(16), nn.ReLU())
-        with torch.no_grad():
-            made[0].weight[:dead].abs_()
-            made[0].weight[dead:, :, 0, 0], made[0].weight[dead:, :, 1, 1] = 0.1, -0.1
-        return made
-
-    x = torch.rand(2, 16, 8, 8)
-    with pytest.warns(BalNormWarning, match=r"one sign .*: 3 of 16 in 0\. Give convert one_pass=False"):
-        converted, _ = convert(model(3), example_input=x)
-    varies = converted(x).std((0, 2, 3)) > 1e-6
-    assert varies.tolist() == [False] * 3 + [True] * 13
-    convert(model(0), example_input=x)
-    convert(model(3).to("meta"))
-    alive, _ = convert(model(3), example_input=x, one_pass=False)
-    assert (alive(x).std((0, 2, 3)) > 1e-6).all()
+def test_a_layer_of_torchao_is_refused_in_the_place_of_a_balanced_one():
+    """Training in float8 and quantisation-aware training swap every nn.Linear, and the gain was lost in silence."""
+    kind = type("FakeQuantizedLinear", (nn.Linear,), {"__module__": "torchao.quantization.qat.linear"})
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(BalNormLinear(4, 3)))
+    model[0] = kind(4, 4)
+    with pytest.raises(TypeError, match=r"FakeQuantizedLinear of torchao cannot replace a BalNormLinear.*balnorm.fold"):
+        setattr(model[1], "0", kind(4, 3))
+    assert isinstance(model[1][0], BalNormLinear)
+    update_stats([torch.rand(8, 4)], model)
+    folded = fold(model)
+    setattr(folded[1], "0", kind(4, 3))
 
 
-class OneNormForTwo(nn.Module):
-    def __init__(self, stride):
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, stride=stride)
-        self.norm, self.last = nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
-
-    def forward(self, x):
-        return self.last(F.relu(self.norm(self.second(F.relu(self.norm(self.first(x)))))))
-
-
-def pooled():
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.AvgPool2d(2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)
-    )
-
-
-@pytest.mark.parametrize("size", [8, 32])
-@pytest.mark.parametrize("build", [pooled, lambda: OneNormForTwo(1), lambda: OneNormForTwo(4)])
-def test_calibration_fits_a_layer_to_its_own_output(build, size):
-    """With a pool between layer and norm, and with a norm that two layers share."""
-    x = F.interpolate(torch.rand(64, 3, size // 4, size // 4), size=(size, size), mode="bilinear")
-    model = build()
-    for _ in range(50):
-        model(x)
-    wanted = model.eval()(x).detach()
-    model, _ = convert(model, example_input=x, calibrate=x)
-    error = (model.eval()(x) - wanted).norm() / (wanted - wanted.mean((0, 2, 3), keepdim=True)).norm()
-    assert error < 0.55
-
-
-@pytest.mark.parametrize("outputs", [5, 36])
-def test_calibration_of_a_linear_layer_over_tokens(outputs):
-    class Tokens(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm, self.linear = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, outputs)
-
-        def forward(self, x):
-            return self.linear(F.relu(self.norm(self.conv(x))).flatten(2).mT)
-
-    x, model = torch.rand(32, 3, 8, 8), Tokens().eval()
-    wanted = model(x).mean((0, 1)).detach()
-    model, _ = convert(model, example_input=x, include="linear", calibrate=x)
-    torch.testing.assert_close(model.eval()(x).mean((0, 1)), wanted, rtol=0, atol=0.05)
-
-
-def test_batches_given_for_one_batch_are_refused():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-    with pytest.raises(ValueError, match="join them with"):
-        convert(model, calibrate=torch.rand(8, 3, 8, 8).split(4))
-    assert isinstance(model[1], nn.BatchNorm2d)
-
-
-def test_calibration_leaves_balanced_layers_alone_that_were_there_before():
-    """A trained backbone of balanced layers lost its statistics when the head behind it was converted."""
-    torch.manual_seed(0)
-    backbone = nn.Sequential(BalNormConv2d(3, 8, 3), nn.ReLU())
-    for _ in range(3):
-        backbone(torch.rand(16, 3, 8, 8))
-    head = nn.Sequential(nn.Conv2d(8, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
-    model = nn.Sequential(backbone, head).eval()
-    x, before = 0.3 * torch.rand(32, 3, 8, 8), copy.deepcopy(backbone.state_dict())
-    middle = backbone(x)
-    converted, _ = convert(model, example_input=x, calibrate=x)
-    torch.testing.assert_close(converted[0].state_dict(), before)
-    torch.testing.assert_close(converted[1][0].running_mass, BF.input_mass(middle.detach(), 3), rtol=1e-4, atol=0.0)
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_torchao_itself_is_refused():
+    quantization, qat = (pytest.importorskip(f"torchao.quantization{name}") for name in ("", ".qat"))
+    config = qat.IntxFakeQuantizeConfig(torch.int4, group_size=32)
+    swaps = [
+        lambda model: quantization.quantize_(model, qat.QATConfig(weight_config=config, step="prepare")),
+        pytest.importorskip("torchao.float8").convert_to_float8_training,
+    ]
+    for swap in swaps:
+        with pytest.raises(TypeError, match="cannot replace a BalNormLinear"):
+            swap(nn.Sequential(BalNormLinear(64, 32)))

@@ -26,6 +26,7 @@ __all__ = [
     "is_readable",
     "look_for_statistics",
     "refuse_quantised",
+    "refuse_successor",
     "warn",
 ]
 
@@ -79,6 +80,8 @@ def has_no_statistics(layer: BalNormLayer) -> bool:
 
 def look_for_statistics(layer: BalNormLayer, input: Tensor) -> None:
     """Warn at the first evaluation, where waiting for the device costs little, if there are no statistics."""
+    if getattr(layer, "_is_replica", False):  # of nn.DataParallel: new at every step, it would look for ever
+        return
     if torch_transforms_the_program() or is_watched() or not is_readable(input) or not is_readable(layer.weight):
         return
     if input.is_cuda and torch.cuda.is_current_stream_capturing():  # a CUDA graph cannot wait
@@ -89,16 +92,32 @@ def look_for_statistics(layer: BalNormLayer, input: Tensor) -> None:
 
 
 def refuse_quantised(layer: BalNormLayer, weight: object) -> None:
-    if type(weight).__module__.partition(".")[0] == "torchao":
+    if _is_of_torchao(weight):
         raise TypeError(f"a quantised weight cannot be balanced: {FOLD} ({type(layer).__name__})")
+
+
+def refuse_successor(layer: BalNormLayer, module: object) -> None:
+    """Refuse a module that is about to take the place of a layer, if it would compute with the raw weight."""
+    if _is_of_torchao(module):
+        raise TypeError(
+            f"a {type(module).__name__} of torchao cannot replace a {type(layer).__name__}, because it would use the "
+            f"weight without balancing it: {FOLD}, or leave this layer out with a filter function"
+        )
+
+
+def _is_of_torchao(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] == "torchao"
 
 
 def compare_forms(
     layer: BalNormLayer, name: str, loaded: Sequence[int], own: Sequence[int], allowed: Mapping[str, Sequence[object]]
 ) -> None:
     """Warn if a state dict comes from a layer that computes something else."""
-    for (option, values), there, here in zip(allowed.items(), loaded, own, strict=True):
-        if there != here:
-            was = repr(values[there]) if 0 <= there < len(values) else f"unknown ({there})"
-            message = f"{{}} has {option}={values[here]!r}, and the loaded state was trained with {option}={was}"
-            warn(layer, f"{message}: its outputs will differ. Make the layer with {option}={was}", name or None)
+    forms = zip(allowed.items(), loaded, own, strict=True)
+    differences = {option: (values, there, here) for (option, values), there, here in forms if there != here}
+    if "shift" in differences:
+        differences.pop("one_pass", None)  # which has no meaning without the shift
+    for option, (values, there, here) in differences.items():
+        was = repr(values[there]) if 0 <= there < len(values) else f"unknown ({there})"
+        message = f"{{}} has {option}={values[here]!r}, and the loaded state was trained with {option}={was}"
+        warn(layer, f"{message}: its outputs will differ. Make the layer with {option}={was}", name or None)

@@ -33,7 +33,8 @@ class LayerBalance:
     layer: str
     kind: str
     positive: Tensor | None
-    """What the positive weights contribute to an output element, of ``|x|`` and on average over the batch."""
+    """What the positive weights contribute to an output element, on average over the batch: of ``|x|``, and in a layer
+    with ``centred=True`` of ``|x - mean|``."""
     negative: Tensor | None
     """What the negative weights contribute. Where no input is negative, the mean output is ``positive - negative +
     bias``."""
@@ -196,7 +197,9 @@ def _measure(name: str, module: nn.Module, x: Tensor, output: Tensor) -> LayerBa
         from_batch = module.running_mass is None or (module.training and not module.stats_frozen)
         weight = module.effective_weight(x, output.shape) if from_batch else module.effective_weight()
     groups, transposed = getattr(module, "groups", 1), getattr(module, "transposed", False)
-    _, met = layer_statistics(module, x, output.shape, options=Options(mass="position"), exact=True)
+    centred = isinstance(module, BalNormLayer) and module.options.centred
+    options = Options(mass="position", centred=centred)
+    _, met = layer_statistics(module, x, output.shape, options=options, exact=True)
     mass = in_double_precision(met)
     m = mass.view(groups, 1, mass.shape[1] // groups, *mass.shape[2:])
     w = by_output(in_double_precision(weight), groups, transposed)

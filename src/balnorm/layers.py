@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from balnorm import _checks
 from balnorm._checks import BalNormWarning, is_readable, warn
@@ -268,9 +269,9 @@ class BalNormLayer(nn.Module):
     ) -> None:
         names = ("gain", "output_scale", "running_mean", "running_mass", "form")
         gain, scale, mean, mass, form = (prefix + name for name in names)
-        if mass in state_dict and mean not in state_dict and self.running_mass is not None:
-            self._migrate(state_dict, scale, mean, mass)
         found = state_dict.get(form)
+        if (scale in state_dict and state_dict[scale].dim() == 0) or (mass in state_dict and mean not in state_dict):
+            found = self._migrate(state_dict, scale, mean, mass)
         if found is None:
             # Parameters alone, as in some files and averages of weights, say nothing of options.
             if scale in state_dict or mass in state_dict:
@@ -287,16 +288,19 @@ class BalNormLayer(nn.Module):
         if is_first and prefix + "weight" in state_dict:
             warn(self, _checks.OF_PLAIN_LAYERS, prefix.rstrip("."))
 
-    def _migrate(self, state_dict: dict[str, Any], scale: str, mean: str, mass: str) -> None:
-        """Make the state of a layer of balnorm 0.2 one of today's that evaluates to the same.
+    def _migrate(self, state_dict: dict[str, Any], scale: str, mean: str, mass: str) -> Tensor:
+        """Make the state of a layer of balnorm 0.2 one of today's that evaluates to the same, and return its form.
 
-        It shifted every kernel, and its mean was the mass: sum w'' mu is then 0.
+        It shifted every kernel, and its mean was the mass: sum w'' mu is then 0. Its other options are not known.
         """
-        state_dict[mean] = state_dict[mass].clone()
+        if mass in state_dict and self.running_mass is not None:
+            state_dict[mean] = state_dict[mass].clone()
         if scale in state_dict and state_dict[scale].dim() == 0:
             state_dict[scale] = state_dict[scale].expand(self.output_scale.shape).clone()
         if not self.shifts and self.options.shift == "auto":
             self.options = dataclasses.replace(self.options, shift=True)
+        own = dict(zip(_FORM, _form(self), strict=True))
+        return torch.tensor([*{**own, "shift": 1, "centred": 0}.values()])
 
     def extra_repr(self) -> str:
         values = [(field.name, getattr(self.options, field.name), field.default) for field in _FIELDS]
@@ -708,6 +712,14 @@ def _signature(layer: type[BalNormLayer]) -> inspect.Signature:
     return inspect.Signature([*parameters[:-2], *options, *parameters[-2:]])
 
 
+def _watch_replacements(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Called wherever a module gets a child: some tools swap any ``nn.Linear`` for a layer of theirs."""
+    layer = parent._modules.get(name)
+    if isinstance(layer, BalNormLayer):
+        _checks.refuse_successor(layer, module)
+
+
+register_module_module_registration_hook(_watch_replacements)
 for _field in _FIELDS:
     if _field.name != "output_scale":  # the attribute is the buffer, which a conversion sets
         setattr(BalNormLayer, _field.name, _option(_field.name))
