@@ -120,6 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _dispatch(given: list[str]) -> int:
+    if (longest := max(map(len, given), default=0)) > 10_000:  # messages would repeat it
+        return _fail(f"an argument has {longest:,} characters: 10,000 are enough for any name or list", 2)
     if not given or given[0] in ("-h", "--help"):
         return _usage(asked=bool(given))
     name, *rest = given
