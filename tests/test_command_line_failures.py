@@ -427,6 +427,7 @@ def test_a_network_beyond_the_memory_is_one_sentence(tmp_path, capsys):
     [
         ("CUDA out of memory. Tried to allocate 2 GiB", "there is not enough memory"),
         ("DataLoader worker (pid 7) is killed: you might be out of shared memory", "lack shared memory"),
+        ("DataLoader worker (pid 7) is killed by signal: Killed. ", "a process that decodes images died"),
         ("CUDA error: an illegal memory access was encountered", None),
     ],
 )

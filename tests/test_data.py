@@ -5,10 +5,12 @@ import gzip
 import hashlib
 import lzma
 import pickle
+import struct
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -31,6 +33,7 @@ from balnorm.data import (
     sources,
 )
 from balnorm.data.augment import Moves, crop_and_flip, draw_moves, generator, to_float
+from balnorm.data.folders import _Decoder
 from balnorm.data.loaders import Shares
 from balnorm.data.sources import stratified
 
@@ -509,8 +512,6 @@ def test_evaluation_shows_the_centre(tmp_path):
 
 
 def test_random_crops_vary_and_stay_inside(folder):
-    from balnorm.data.folders import _Decoder
-
     decoder = _Decoder(ImageFolder.scan(folder, "train"), 32, True, True, (0, 0))
     areas = []
     for seed in range(300):
@@ -546,6 +547,69 @@ def test_an_image_that_breaks_off_between_its_chunks_is_corrupt_too(folder):
     loader = FolderLoader(ImageFolder.scan(folder, "train"), 4, training=True, size=16, workers=0, skip_corrupt=True)
     assert sum(len(labels) for _, labels in loader.epoch(0)) == 23
     assert list(loader.skipped) == [bad]
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n0 0 10 10 rectfill\nshowpage\n%%EOF\n"
+
+
+def test_an_image_is_only_what_its_name_says(folder, monkeypatch):
+    """Pillow started Ghostscript on a PostScript file that was called .jpg; damaged AVIF and DDS ended training."""
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("started a program"))
+    picture = Image.open(folder / "train" / "red" / "1.png").convert("RGB")
+    red = folder / "train" / "red"
+    (red / "eps.jpg").write_bytes(EPS)
+    for name, kind in (("avif.png", "AVIF"), ("dds.gif", "DDS"), ("jpeg.png", "JPEG"), ("tga.tif", "TGA")):
+        picture.save(red / name, kind)
+    picture.save(red / "png.JPEG", "PNG")  # as one of ImageNet's
+    loader = FolderLoader(ImageFolder.scan(folder, "train"), 29, training=False, size=16, workers=0, skip_corrupt=True)
+    ((images, _),) = loader.epoch(0)
+    assert len(images) == 25
+    told = {path.name: reason for path, reason in loader.skipped.items()}
+    assert told == {
+        "eps.jpg": "it is not a JPEG or PNG file",
+        "avif.png": "it is not a PNG file",
+        "dds.gif": "it is not a GIF file",
+        "jpeg.png": "it is not a PNG file",
+        "tga.tif": "it is not a TIFF file",
+    }
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, MemoryError, IndexError, struct.error])
+def test_whatever_pillow_raises_is_a_corrupt_image(folder, monkeypatch, error):
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", mock.Mock(side_effect=error))
+    loader = FolderLoader(ImageFolder.scan(folder, "train"), 24, training=False, size=16, workers=0, skip_corrupt=True)
+    list(loader.epoch(0))
+    assert set(loader.skipped.values()) == {error.__name__}
+
+
+SAVED = {"jpg": {}, "png": {}, "bmp": {}, "webp": {}, "gif": {}, "tif": {"compression": "tiff_lzw"}, "ppm": {}}
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow's, about what it reads over
+@pytest.mark.parametrize("kind", SAVED)
+def test_damaged_images_end_in_no_other_error(folder, kind):
+    """Files that are cut short, and have some bytes changed; as training and as testing read them."""
+    random = np.random.default_rng(0)
+    path = folder / "train" / "red" / f"damaged.{kind}"
+    noise = random.integers(0, 256, (40, 30, 3), np.uint8)
+    Image.fromarray(noise).save(path, **SAVED[kind])
+    whole = path.read_bytes()
+    index = ImageFolder.scan(folder, "train").paths.index(path)
+    decoders = [_Decoder(ImageFolder.scan(folder, "train"), 16, training, True, (0, 0)) for training in (True, False)]
+    refused = 0
+    for _ in range(60):
+        damaged = bytearray(whole[: random.integers(len(whole)) if random.random() < 0.3 else None])
+        for place in random.integers(
+            0, max(1, min(len(damaged), random.choice([64, len(whole)]))), random.integers(1, 9)
+        ):
+            damaged[place : place + 1] = random.bytes(1)
+        path.write_bytes(damaged)
+        for decoder in decoders:
+            pixels, _, problem = decoder[index]
+            assert (pixels is None) == (problem is not None)
+            assert pixels is None or pixels.shape == (3, 16, 16)
+            refused += problem is not None
+    assert refused
 
 
 def test_a_batch_of_nothing_but_corrupt_images_is_left_out_of_a_test(folder):
