@@ -397,6 +397,8 @@ OF_TRAIN = {
     "--checkpoint-steps 0": "checkpoint_steps must be at least 1, got 0",
 }
 OF_COMPARE = {
+    "--seeds 1000000": "a study of 4,000,000 runs is too large: 10,000 is the most",
+    "--seeds 99 --vary lr=0.1,0.2,0.3 momentum=0.1,0.2,0.3,0.4,0.5 batch_size=10,20": "a study of 11,880 runs is too",
     "--ray=": 'ray must be the address of a cluster, or "local"',
     "--ray local --gpus nan": "gpus must not be negative",
     "--vary batch_size=50,5000": "batch_size must be from 1 to 100 for 100 images, got 5000",

@@ -234,6 +234,104 @@ def test_idx_files(tmp_path, monkeypatch, name, packed):
             load(name, tmp_path, "test")
 
 
+def test_a_file_that_unpacks_to_more_than_it_may_is_refused(cifar10):
+    """A megabyte of zeros in each kilobyte: memory for all of it is never taken."""
+    root, _, _ = cifar10
+    path = root / "cifar-10-batches-bin" / "test_batch.bin"
+    path.unlink()
+    packer = lzma.LZMACompressor(preset=0)
+    with path.with_suffix(".bin.xz").open("wb") as file:
+        for _ in range(200):
+            file.write(packer.compress(bytes(1 << 20)))
+        file.write(packer.flush())
+    with pytest.raises(DataError, match="it contains more than 153,650,000 bytes"):
+        load("cifar10", root, "test")
+
+
+def test_a_file_larger_than_any_data_set_is_not_read(cifar10):
+    root, _, _ = cifar10
+    with (root / "cifar-10-batches-bin" / "test_batch.bin").open("wb") as file:
+        file.truncate(1 << 40)  # takes no room on the disk
+    with pytest.raises(DataError, match=r"is damaged \(it has 1,099,511,627,776 bytes\)"):
+        load("cifar10", root, "test")
+
+
+def link_to_itself(member):
+    member.type, member.linkname = tarfile.SYMTYPE, member.name
+
+
+def link_away(member):
+    member.type, member.linkname = tarfile.LNKTYPE, "/etc/passwd"
+
+
+def be_a_pipe(member):
+    member.type = tarfile.FIFOTYPE
+
+
+@pytest.mark.parametrize("change", [link_to_itself, link_away, be_a_pipe])
+@pytest.mark.parametrize("published", [True, False])
+def test_archives_with_links_are_refused(cifar10, monkeypatch, change, published):
+    """By their checksum; and if they were published like that, for what they are."""
+    root, _, _ = cifar10
+    folder, archive = root / "cifar-10-batches-bin", root / "cifar-10-binary.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for path in folder.iterdir():
+            member = tarfile.TarInfo(f"{folder.name}/{path.name}")
+            change(member)
+            tar.addfile(member)
+            path.unlink()
+    if published:
+        entry = list(sources.CIFAR["cifar10"])
+        entry[1] = dataclasses.replace(entry[1], md5=md5(archive.read_bytes()))
+        monkeypatch.setitem(sources.CIFAR, "cifar10", tuple(entry))
+    with pytest.raises(DataError, match=r"tar.gz is damaged \(" if published else "its MD5 is not"):
+        load("cifar10", root, "train")
+
+
+HOSTILE_IDX = {
+    "sizes whose product overflows": ([0, 0, 8, 3, *[128, 0, 0, 0] * 2, 0, 0, 0, 4], b""),
+    "the largest sizes": ([0, 0, 8, 3, *[255] * 12], b"1"),
+    "another shape": ([0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 5, 0, 0, 0, 7], bytes(70)),
+    "no image": ([0, 0, 8, 3, 0, 0, 0, 0, 0, 0, 0, 28, 0, 0, 0, 28], b""),
+    "floats": ([0, 0, 13, 3, 0, 0, 0, 1, 0, 0, 0, 28, 0, 0, 0, 28], bytes(4 * 784)),
+    "a header that breaks off": ([0, 0, 8, 3, 0, 0], b""),
+    "nothing": ([], b""),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_IDX)
+def test_hostile_idx_files_are_damaged(tmp_path, kind):
+    """Sizes were multiplied in 64 bits, and images of another size were taken."""
+    header, data = HOSTILE_IDX[kind]
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / "t10k-images-idx3-ubyte").write_bytes(bytes(header) + data)
+    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 0]))
+    with pytest.raises(DataError, match="is damaged"):
+        load("mnist", tmp_path, "test")
+
+
+HOSTILE_MAT = {
+    "three axes": {"X": np.zeros((32, 32, 3), np.uint8), "y": np.ones((1, 1), np.uint8)},
+    "text for labels": {"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.array(["a", "b"])},
+    "objects for labels": {"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.array([1, "a"], dtype=object)},
+    "labels that are no number": {"X": np.zeros((32, 32, 3, 1), np.uint8), "y": np.array([[np.nan]])},
+    "no pixels": {"y": np.ones((1, 1), np.uint8)},
+    "a structure": {"X": {"a": 1}, "y": np.ones((1, 1), np.uint8)},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_MAT)
+def test_hostile_mat_files_are_damaged(tmp_path, monkeypatch, kind):
+    """As if they had the right checksum."""
+    (tmp_path / "svhn").mkdir()
+    path = tmp_path / "svhn" / "test_32x32.mat"
+    savemat(path, HOSTILE_MAT[kind])
+    file = dataclasses.replace(sources.SVHN_TEST[0], md5=md5(path.read_bytes()))
+    monkeypatch.setattr(sources, "SVHN_TEST", (file,))
+    with pytest.raises(DataError, match="is damaged"):
+        load("svhn", tmp_path, "test")
+
+
 def test_digits_come_with_scikit_learn():
     train, test = load("digits", "nowhere", "train"), load("digits", "nowhere", "test")
     assert (len(train), len(test)) == (1438, 359)
