@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -16,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from balnorm import cli
+from balnorm import cli, export
 from balnorm.cli import main
 from balnorm.console import printable
 from balnorm.export import load_saved
@@ -385,6 +387,7 @@ MISTAKES = {
     "--mixup input --alpha 1e300": "alpha must be at most 1e+06, got 1e+300",
     "--clip-norm 1e300": "clip_norm must be at most 1e+30",
     "--epochs 99999999999999999999": "epochs must be at most 1e+09",
+    "--model wide_resnet --depth 600000002": "depth must be at most 10000, got 600000002",
     "--padding 100000": "padding must be at most 8, the size of an image, got 100000",
     "--device meta": "device 'meta' holds no numbers",
     "--device foo": "device must be something like cpu, cuda or cuda:1, got 'foo'",
@@ -790,3 +793,36 @@ def test_a_checkpoint_that_cannot_be_is_neither_inspected_nor_folded(runs, tmp_p
         assert main([command[0], str(tmp_path / "checkpoint.pt"), *command[1:]]) == 1
         assert answer in capsys.readouterr().err
     assert not (tmp_path / "x.pt").exists()
+
+
+def test_a_checkpoint_that_unpacks_to_more_is_not_loaded(tmp_path):
+    """A compressed archive of a megabyte took a gigabyte of memory."""
+    plain, packed = io.BytesIO(), io.BytesIO()
+    torch.save({"model": {"weight": torch.zeros(100_000)}}, plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry))
+    path = tmp_path / "checkpoint.pt"
+    save_checkpoint(path, {})
+    magic = path.read_bytes().split(b"\n")[0]
+    checksum = hashlib.sha256(packed.getvalue()).hexdigest().encode()
+    path.write_bytes(b"\n".join([magic, checksum, packed.getvalue()]))
+    with pytest.raises(CheckpointError, match=r"would take 400,\d+ bytes of memory, more than it has"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("change", [{"width": 10**8}, {"depth": 6 * 10**4 + 2}, {"channels": 10**9}])
+def test_a_checkpoint_cannot_ask_for_a_network_beyond_the_memory(runs, tmp_path, monkeypatch, change):
+    """The network was built first, and the weights were compared with it afterwards."""
+    state = load_checkpoint(runs / "finished" / "checkpoint.pt").state
+    for part in ("recipe", "images"):
+        state[part] |= {name: value for name, value in change.items() if name in state[part]}
+    save_checkpoint(tmp_path / "checkpoint.pt", state)
+    devices = []
+    build = export.create_model
+    monkeypatch.setattr(
+        export, "create_model", lambda *a, **k: devices.append(torch.get_default_device().type) or build(*a, **k)
+    )
+    with pytest.raises(CheckpointError, match="does not fit this run"):
+        load_saved(tmp_path)
+    assert set(devices) <= {"meta"}

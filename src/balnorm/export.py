@@ -71,6 +71,11 @@ def _network(state: Mapping[str, Any]) -> tuple[Recipe, ImageSpec, nn.Module]:
     else:
         images = ImageSpec(**state["images"])
     options = {"in_channels": images.channels, **recipe.model_options()}
+    with torch.device("meta"):  # a prepared file could ask for a network larger than the memory
+        shapes = create_model(recipe.model, recipe.norm, len(images.classes), **options).state_dict()
+    for name, value in shapes.items():
+        if name in weights and weights[name].shape != value.shape:
+            raise ValueError(f"{name} is {tuple(weights[name].shape)} instead of {tuple(value.shape)}")
     model = create_model(recipe.model, recipe.norm, len(images.classes), **options)
     load_weights(model, weights)
     epoch, diverged = (state["position"].get(name) for name in ("epoch", "diverged"))

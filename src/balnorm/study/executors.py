@@ -195,9 +195,11 @@ def _execute_in_process(folder: Path, recipe: Recipe, resources: Resources, slot
 
 def _call_in_process(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Any) -> None:
     try:
-        pipe.send((function(*arguments), None))
+        answer = function(*arguments), None
     except Exception as error:  # for the parent to raise
-        pipe.send((None, error))
+        answer = None, error
+    with contextlib.suppress(OSError):  # the parent is gone
+        pipe.send(answer)
 
 
 def _end(code: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,7 +106,13 @@ def _read(path: Path) -> dict[str, Any]:
     if hashlib.sha256(payload).hexdigest().encode() != digest:
         raise CheckpointError("is truncated or damaged")
     try:
+        with zipfile.ZipFile(io.BytesIO(payload)) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+        if unpacked > len(payload):  # torch does not compress
+            raise CheckpointError(f"would take {unpacked:,} bytes of memory, more than it has, and was not loaded")
         state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except Exception as error:  # a prepared file can make the unpickler raise anything
         raise CheckpointError("contains something other than tensors and numbers, and was not loaded") from error
     if not isinstance(state, dict):
