@@ -826,3 +826,45 @@ def test_a_checkpoint_cannot_ask_for_a_network_beyond_the_memory(runs, tmp_path,
     with pytest.raises(CheckpointError, match="does not fit this run"):
         load_saved(tmp_path)
     assert set(devices) <= {"meta"}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Somebody else's folder
+# --------------------------------------------------------------------------------------------------------------------
+
+ELSEWHERE = """
+import sys
+from balnorm.cli import main
+
+folder, run, small = sys.argv[1], sys.argv[1] + "/study/runs/balnorm-seed0", sys.argv[2:]
+for command in (
+    ["train", "digits", *small, "--out", folder + "/new"],
+    ["train", "digits", *small, "--out", run],
+    ["compare", "digits", *small, "--norms", "none", "--seeds", "1", "--out", folder + "/hidden"],
+    ["report", folder + "/study", "--formats", "svg"],
+    ["report", folder + "/hidden", "--out", "."],
+    ["pack", folder + "/study"],
+    ["fold", run, "--out", folder + "/x.pt"],
+    ["inspect", folder + "/hidden/run"],
+    ["data", "get", "mnist", "--root", folder + "/data"],
+):
+    print(main(command), command[0])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give folders away")
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="there is no setpriv to give up root's rights with")
+def test_a_folder_of_somebody_else_is_one_sentence(runs, tmp_path):
+    place = tmp_path / "theirs"
+    shutil.copytree(runs / "finished", place / "study" / "runs" / "balnorm-seed0")
+    (place / "hidden" / "run").mkdir(parents=True)
+    (place / "hidden").chmod(0o700)
+    for path in (place, *place.rglob("*")):
+        os.chown(path, 65534, 65534)
+    limited = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", sys.executable, "-W", "ignore", "-c"]
+    done = subprocess.run([*limited, ELSEWHERE, place, *SMALL], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {line[:2] for line in done.stdout.split("\n") if line} == {"1 ", "2 "}
+    told = done.stderr.splitlines()
+    assert len(told) == 9, done.stderr
+    assert all(line.startswith("balnorm: ") and "Permission denied" in line for line in told), done.stderr

@@ -195,9 +195,9 @@ def _execute_in_process(folder: Path, recipe: Recipe, resources: Resources, slot
 
 def _call_in_process(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Any) -> None:
     try:
-        answer = function(*arguments), None
+        answer: tuple[Any, Exception | None] = (function(*arguments), None)
     except Exception as error:  # for the parent to raise
-        answer = None, error
+        answer = (None, error)
     with contextlib.suppress(OSError):  # the parent is gone
         pipe.send(answer)
 

@@ -186,7 +186,10 @@ class _Reader:
         self.seen: set[Path] = set()
 
     def read(self, folder: Path) -> None:
-        for name, folders, files in os.walk(folder, followlinks=True):
+        def tell(error: OSError) -> None:
+            self.problems.append(f"{error.filename} cannot be read ({error.strerror}): left out")
+
+        for name, folders, files in os.walk(folder, onerror=tell, followlinks=True):
             path, there = Path(name), {*files, *folders}
             if path.resolve() in self.seen:
                 folders.clear()
