@@ -1,6 +1,8 @@
 """The command line where something is in its way: nobody reads, the disk is full, names and files are odd."""
 
 import contextlib
+import errno
+import hashlib
 import io
 import json
 import os
@@ -8,25 +10,31 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+import zipfile
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from balnorm import cli
+from balnorm import cli, export
 from balnorm.cli import main
+from balnorm.console import printable
 from balnorm.export import load_saved
 from balnorm.export import test_batch as batch_of_tests
 from balnorm.recipes import get_recipe
+from balnorm.study.display import Display
 from balnorm.study.plots import figure_files
 from balnorm.study.report import write_report
-from balnorm.study.results import read_results
-from balnorm.training.checkpoint import load_checkpoint, save_checkpoint
+from balnorm.study.results import Result, Setting, read_results
+from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from balnorm.training.config import without_effect
-from balnorm.training.run import Run
+from balnorm.training.files import create_atomically
+from balnorm.training.run import Run, RunBusyError
 from balnorm.training.trainer import train
 from folders import make_run
+from held import PATIENCE
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's
 SMALL = ["--width", "8", "--epochs", "3", "--train-limit", "100", "--test-limit", "20", "--batch-size", "50"]
@@ -246,11 +254,16 @@ def change_position(**values):
     return lambda state: state["position"].update(values)
 
 
+def make_whole(state):
+    state["model"] = {name: value.long() for name, value in state["model"].items()}
+
+
 def change_optimizer(state):
     next(iter(state["optimizer"]["state"].values()))["momentum_buffer"] = torch.zeros(3)
 
 
 UNFIT = {
+    "weights that are whole numbers": make_whole,
     "a weight of another shape": lambda state: state["model"].update({"head.weight": torch.zeros(2, 2)}),
     "a weight less": lambda state: state["model"].popitem(),
     "no weights": lambda state: state.update(model=7),
@@ -374,6 +387,7 @@ MISTAKES = {
     "--mixup input --alpha 1e300": "alpha must be at most 1e+06, got 1e+300",
     "--clip-norm 1e300": "clip_norm must be at most 1e+30",
     "--epochs 99999999999999999999": "epochs must be at most 1e+09",
+    "--model wide_resnet --depth 600000002": "depth must be at most 10000, got 600000002",
     "--padding 100000": "padding must be at most 8, the size of an image, got 100000",
     "--device meta": "device 'meta' holds no numbers",
     "--device foo": "device must be something like cpu, cuda or cuda:1, got 'foo'",
@@ -386,6 +400,8 @@ OF_TRAIN = {
     "--checkpoint-steps 0": "checkpoint_steps must be at least 1, got 0",
 }
 OF_COMPARE = {
+    "--seeds 1000000": "a study of 4,000,000 runs is too large: 10,000 is the most",
+    "--seeds 99 --vary lr=0.1,0.2,0.3 momentum=0.1,0.2,0.3,0.4,0.5 batch_size=10,20": "a study of 11,880 runs is too",
     "--ray=": 'ray must be the address of a cluster, or "local"',
     "--ray local --gpus nan": "gpus must not be negative",
     "--vary batch_size=50,5000": "batch_size must be from 1 to 100 for 100 images, got 5000",
@@ -416,6 +432,7 @@ def test_a_network_beyond_the_memory_is_one_sentence(tmp_path, capsys):
     [
         ("CUDA out of memory. Tried to allocate 2 GiB", "there is not enough memory"),
         ("DataLoader worker (pid 7) is killed: you might be out of shared memory", "lack shared memory"),
+        ("DataLoader worker (pid 7) is killed by signal: Killed. ", "a process that decodes images died"),
         ("CUDA error: an illegal memory access was encountered", None),
     ],
 )
@@ -574,3 +591,280 @@ def test_metrics_that_cannot_be_are_a_failed_run(tmp_path, answer):
     results = read_results([tmp_path])
     assert results.count("failed") == 1
     assert answer in results.problems[0]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Text that would control the terminal, and files that are none
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[red]", "\x1b[2Jgone"])
+def test_a_name_is_shown_as_it_is(tmp_path, monkeypatch, name):
+    """Rich took a name in brackets for markup, and ended training with a MarkupError."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["train", "digits", *SMALL, "--epochs", "1", "--name", name, "--out", str(tmp_path / "run")]) == 0
+    shown = printable(name)
+    assert f"{shown} balnorm seed 0  epoch 1/1" in terminal.getvalue().replace("\n", " ")
+    assert "\x1b[2J" not in terminal.getvalue()
+
+
+def test_a_setting_is_shown_as_it_is():
+    from rich.console import Console
+
+    run = Result(Path("x"), RECIPE, Setting("balnorm", (("name", "[/x]\x1b[2J"),)))
+    with Console(file=io.StringIO(), width=200) as console:
+        console.print(Display([run], 1).table())
+    assert r"balnorm name=[/x]\x1b[2J" in console.file.getvalue()
+
+
+def test_escape_codes_in_a_file_do_not_reach_the_terminal(tmp_path, capsys):
+    for seed in (0, 1):
+        make_run(tmp_path, seed=seed, name=f"run{seed}")
+    run = Run(tmp_path / "runs" / "run0")
+    run.error.write_text("Traceback\nValueError: \x1b]0;mine\x07\x1b[31mred\x9b2J\n")
+    (run.folder / "a\x1b[31m.jpg").write_text("")
+    other = Run(tmp_path / "runs" / "run1")
+    other.config.write_text(json.dumps({**json.loads(other.config.read_text()), "name": "\x1b[31m", "epochs": 2}))
+    assert main(["report", str(tmp_path), "--formats", "svg"]) == 0
+    printed = capsys.readouterr()
+    assert not set("\x1b\x07\x9b") & set(printed.out + printed.err)
+    assert r"ValueError: \x1b]0;mine\x07\x1b[31mred\x9b2J" in printed.err
+    assert r"name=\x1b[31m" in printed.out
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "environment.json", "error.txt", "checkpoint.pt"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path, name):
+    """As metrics.jsonl it made `report` wait for ever."""
+    run = make_run(tmp_path, seed=0)
+    make_run(tmp_path, seed=1)
+    (run.folder / name).unlink(missing_ok=True)
+    os.mkfifo(run.folder / name)
+    (tmp_path / "report").mkdir()
+    os.mkfifo(tmp_path / "report" / "index.html")
+    commands = [["report", str(tmp_path / "runs"), "--formats", "svg", "--out", str(tmp_path / "report")]]
+    commands += [["pack", str(tmp_path / "runs")], ["inspect", str(run.folder)]]
+    code = f"from balnorm.cli import main; print([main(command) for command in {commands!r}])"
+    program = [sys.executable, "-W", "ignore", "-c", code]  # which can be ended if it hangs
+    done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.stdout.endswith("[0, 0, 1]\n"), done.stderr
+    assert (f"{run.folder / name}" in done.stderr) or name == "error.txt"
+
+
+@pytest.mark.parametrize("name", ["study.json", "metrics.csv"])
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_in_a_packed_study_is_not_waited_for(tmp_path, name):
+    make_run(tmp_path)
+    assert main(["pack", str(tmp_path), "--out", str(tmp_path / "packed")]) == 0
+    (tmp_path / "packed" / name).unlink()
+    os.mkfifo(tmp_path / "packed" / name)
+    (problem,) = read_results([tmp_path / "packed"]).problems
+    assert problem.endswith(f"{name} cannot be read (not a regular file): left out")
+
+
+LONG = "x" * 100_000
+COMMANDS = ["train digits --norm {}", "train digits --out {}", "{}", "report {}", "compare --vary {}", "train --{}"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_argument_of_100_000_characters_is_not_repeated(capsys, command):
+    assert main(command.format(LONG).split()) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("balnorm: an argument has 100,00")
+    assert printed.err.endswith(" characters: 10,000 are enough for any name or list\n")
+    assert printed.out == ""
+
+
+def test_messages_are_shortened(tmp_path, capsys):
+    """Their beginning and their end are kept: one says what is wrong, the other what to do."""
+    run = make_run(tmp_path, seed=0)
+    run.error.write_text(f"Traceback\nValueError: {LONG}\n")
+    other = make_run(tmp_path, seed=1)
+    other.config.write_text(json.dumps({**json.loads(other.config.read_text()), "name": LONG}))
+    assert main(["report", str(tmp_path), "--formats", "svg"]) == 0
+    (told,) = capsys.readouterr().err.splitlines()
+    assert len(told) < 3000
+    assert "seed0 failed: ValueError: xxx" in told
+    assert "x ... x" in told
+    assert main(["train", "digits", "--seed", "1", "--epochs", "2", "--out", str(other.folder)]) == 1
+    told = capsys.readouterr().err
+    assert len(told) < 3000
+    assert "was started with a different recipe (name: 'digits', was 'xxx" in told
+    assert told.endswith("to resume it, or another folder\n")
+
+
+def test_a_command_that_is_not_utf8_is_packed(tmp_path):
+    """`pack` failed with an error of encoding, `report` did not."""
+    run = make_run(tmp_path)
+    starts = json.loads(run.environment.read_text())
+    starts[0] |= {"command": ["balnorm", "compare", "digits", "--name", "\udcff"], "host": "h\udcfe"}
+    run.environment.write_text(json.dumps(starts))
+    for seed, name in enumerate(("a\udcff", "b"), 1):
+        make_run(tmp_path, seed=seed, name=f"run{seed}")
+        config = tmp_path / "runs" / f"run{seed}" / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "name": name}))
+    assert main(["pack", str(tmp_path), "--out", str(tmp_path / "packed")]) == 0
+    ours, theirs = (read_results([folder]).packed() for folder in (tmp_path / "runs", tmp_path / "packed"))
+    assert ours == theirs
+    assert "\udcff" in "".join(ours.commands)
+    assert main(["report", str(tmp_path / "packed"), "--formats", "svg"]) == 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_checkpoint_that_exists_is_called_intact(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "checkpoint.pt"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"there is no earlier checkpoint: free .* to start again"):
+            save_checkpoint(path, {})
+    save_checkpoint(path, {})
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"the previous checkpoint is intact: free .* to resume"):
+        save_checkpoint(path, {})
+
+
+def test_what_killed_processes_left_is_removed(tmp_path):
+    run = Run(tmp_path / "run")
+    run.create(RECIPE)
+    names = [f"{name}.4711.tmp" for name in ("checkpoint.pt", "metrics.jsonl", "environment.json", "error.txt")]
+    for name in [*names, "mine.tmp"]:
+        (run.folder / name).write_text("half")
+    with run.alone():
+        assert {path.name for path in run.folder.iterdir()} == {"config.json", "mine.tmp"}
+        (run.folder / names[0]).write_text("being written")
+        with pytest.raises(RunBusyError), Run(run.folder).alone():  # whoever has the lock may be writing it
+            pass
+        assert (run.folder / names[0]).exists()
+
+
+def test_nothing_is_removed_where_there_are_no_locks(tmp_path, monkeypatch):
+    run = Run(tmp_path / "run")
+    run.create(RECIPE)
+    (run.folder / "checkpoint.pt.4711.tmp").write_text("perhaps being written")
+    monkeypatch.setattr("balnorm.training.run.lock", lambda *_, **__: False)
+    with run.alone():
+        assert (run.folder / "checkpoint.pt.4711.tmp").exists()
+
+
+def test_a_file_that_another_process_created_first_is_kept(tmp_path, monkeypatch):
+    """Also if that process has removed our temporary file, which it may take for a leftover."""
+
+    def late(temporary, path):
+        path.write_text("theirs")
+        os.unlink(temporary)
+        return link(temporary, path)
+
+    link = os.link
+    monkeypatch.setattr(os, "link", late)
+    create_atomically(tmp_path / "config.json", b"ours")
+    assert (tmp_path / "config.json").read_text() == "theirs"
+
+
+IMPOSSIBLE_STATES = {
+    "epoch -1": (change_position(epoch=-1), "there is no epoch -1 in a run of 3"),
+    "epoch 4 of 3": (change_position(epoch=4), "there is no epoch 4 in a run of 3"),
+    "epoch True": (change_position(epoch=True), "there is no epoch True in a run of 3"),
+    "diverged 7": (change_position(diverged=7), "there is no epoch 3 in a run of 3"),
+    "no epoch": (lambda state: state["position"].pop("epoch"), "there is no epoch None in a run of 3"),
+    "int64 weights": (make_whole, "is torch.int64 instead of torch.float32"),
+}
+
+
+@pytest.mark.parametrize("kind", IMPOSSIBLE_STATES)
+def test_a_checkpoint_that_cannot_be_is_neither_inspected_nor_folded(runs, tmp_path, capsys, kind):
+    change, answer = IMPOSSIBLE_STATES[kind]
+    state = load_checkpoint(runs / "finished" / "checkpoint.pt").state
+    change(state)
+    save_checkpoint(tmp_path / "checkpoint.pt", state)
+    for command in (["inspect"], ["fold", "--out", str(tmp_path / "x.pt")]):
+        assert main([command[0], str(tmp_path / "checkpoint.pt"), *command[1:]]) == 1
+        assert answer in capsys.readouterr().err
+    assert not (tmp_path / "x.pt").exists()
+
+
+def test_a_checkpoint_that_unpacks_to_more_is_not_loaded(tmp_path):
+    """A compressed archive of a megabyte took a gigabyte of memory."""
+    plain, packed = io.BytesIO(), io.BytesIO()
+    torch.save({"model": {"weight": torch.zeros(100_000)}}, plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry))
+    path = tmp_path / "checkpoint.pt"
+    save_checkpoint(path, {})
+    magic = path.read_bytes().split(b"\n")[0]
+    checksum = hashlib.sha256(packed.getvalue()).hexdigest().encode()
+    path.write_bytes(b"\n".join([magic, checksum, packed.getvalue()]))
+    with pytest.raises(CheckpointError, match=r"would take 400,\d+ bytes of memory, more than it has"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("change", [{"width": 10**8}, {"depth": 6 * 10**4 + 2}, {"channels": 10**9}])
+def test_a_checkpoint_cannot_ask_for_a_network_beyond_the_memory(runs, tmp_path, monkeypatch, change):
+    """The network was built first, and the weights were compared with it afterwards."""
+    state = load_checkpoint(runs / "finished" / "checkpoint.pt").state
+    for part in ("recipe", "images"):
+        state[part] |= {name: value for name, value in change.items() if name in state[part]}
+    save_checkpoint(tmp_path / "checkpoint.pt", state)
+    devices = []
+    build = export.create_model
+    monkeypatch.setattr(
+        export, "create_model", lambda *a, **k: devices.append(torch.get_default_device().type) or build(*a, **k)
+    )
+    with pytest.raises(CheckpointError, match="does not fit this run"):
+        load_saved(tmp_path)
+    assert set(devices) <= {"meta"}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Somebody else's folder
+# --------------------------------------------------------------------------------------------------------------------
+
+ELSEWHERE = """
+import sys
+from balnorm.cli import main
+
+folder, run, small = sys.argv[1], sys.argv[1] + "/study/runs/balnorm-seed0", sys.argv[2:]
+for command in (
+    ["train", "digits", *small, "--out", folder + "/new"],
+    ["train", "digits", *small, "--out", run],
+    ["compare", "digits", *small, "--norms", "none", "--seeds", "1", "--out", folder + "/hidden"],
+    ["report", folder + "/study", "--formats", "svg"],
+    ["report", folder + "/hidden", "--out", "."],
+    ["pack", folder + "/study"],
+    ["fold", run, "--out", folder + "/x.pt"],
+    ["inspect", folder + "/hidden/run"],
+    ["data", "get", "mnist", "--root", folder + "/data"],
+):
+    print(main(command), command[0])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give folders away")
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="there is no setpriv to give up root's rights with")
+def test_a_folder_of_somebody_else_is_one_sentence(runs, tmp_path):
+    place = tmp_path / "theirs"
+    shutil.copytree(runs / "finished", place / "study" / "runs" / "balnorm-seed0")
+    (place / "hidden" / "run").mkdir(parents=True)
+    (place / "hidden").chmod(0o700)
+    for path in (place, *place.rglob("*")):
+        os.chown(path, 65534, 65534)
+    limited = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", sys.executable, "-W", "ignore", "-c"]
+    done = subprocess.run([*limited, ELSEWHERE, place, *SMALL], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {line[:2] for line in done.stdout.split("\n") if line} == {"1 ", "2 "}
+    told = done.stderr.splitlines()
+    assert len(told) == 9, done.stderr
+    assert all(line.startswith("balnorm: ") and "Permission denied" in line for line in told), done.stderr

@@ -5,10 +5,12 @@ import gzip
 import hashlib
 import lzma
 import pickle
+import struct
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -31,6 +33,7 @@ from balnorm.data import (
     sources,
 )
 from balnorm.data.augment import Moves, crop_and_flip, draw_moves, generator, to_float
+from balnorm.data.folders import _Decoder
 from balnorm.data.loaders import Shares
 from balnorm.data.sources import stratified
 
@@ -229,6 +232,104 @@ def test_idx_files(tmp_path, monkeypatch, name, packed):
         path.write_bytes(b"\x80\x04hostile")
         with pytest.raises(DataError, match="does not start as an idx file"):
             load(name, tmp_path, "test")
+
+
+def test_a_file_that_unpacks_to_more_than_it_may_is_refused(cifar10):
+    """A megabyte of zeros in each kilobyte: memory for all of it is never taken."""
+    root, _, _ = cifar10
+    path = root / "cifar-10-batches-bin" / "test_batch.bin"
+    path.unlink()
+    packer = lzma.LZMACompressor(preset=0)
+    with path.with_suffix(".bin.xz").open("wb") as file:
+        for _ in range(200):
+            file.write(packer.compress(bytes(1 << 20)))
+        file.write(packer.flush())
+    with pytest.raises(DataError, match="it contains more than 153,650,000 bytes"):
+        load("cifar10", root, "test")
+
+
+def test_a_file_larger_than_any_data_set_is_not_read(cifar10):
+    root, _, _ = cifar10
+    with (root / "cifar-10-batches-bin" / "test_batch.bin").open("wb") as file:
+        file.truncate(1 << 40)  # takes no room on the disk
+    with pytest.raises(DataError, match=r"is damaged \(it has 1,099,511,627,776 bytes\)"):
+        load("cifar10", root, "test")
+
+
+def link_to_itself(member):
+    member.type, member.linkname = tarfile.SYMTYPE, member.name
+
+
+def link_away(member):
+    member.type, member.linkname = tarfile.LNKTYPE, "/etc/passwd"
+
+
+def be_a_pipe(member):
+    member.type = tarfile.FIFOTYPE
+
+
+@pytest.mark.parametrize("change", [link_to_itself, link_away, be_a_pipe])
+@pytest.mark.parametrize("published", [True, False])
+def test_archives_with_links_are_refused(cifar10, monkeypatch, change, published):
+    """By their checksum; and if they were published like that, for what they are."""
+    root, _, _ = cifar10
+    folder, archive = root / "cifar-10-batches-bin", root / "cifar-10-binary.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for path in folder.iterdir():
+            member = tarfile.TarInfo(f"{folder.name}/{path.name}")
+            change(member)
+            tar.addfile(member)
+            path.unlink()
+    if published:
+        entry = list(sources.CIFAR["cifar10"])
+        entry[1] = dataclasses.replace(entry[1], md5=md5(archive.read_bytes()))
+        monkeypatch.setitem(sources.CIFAR, "cifar10", tuple(entry))
+    with pytest.raises(DataError, match=r"tar.gz is damaged \(" if published else "its MD5 is not"):
+        load("cifar10", root, "train")
+
+
+HOSTILE_IDX = {
+    "sizes whose product overflows": ([0, 0, 8, 3, *[128, 0, 0, 0] * 2, 0, 0, 0, 4], b""),
+    "the largest sizes": ([0, 0, 8, 3, *[255] * 12], b"1"),
+    "another shape": ([0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 5, 0, 0, 0, 7], bytes(70)),
+    "no image": ([0, 0, 8, 3, 0, 0, 0, 0, 0, 0, 0, 28, 0, 0, 0, 28], b""),
+    "floats": ([0, 0, 13, 3, 0, 0, 0, 1, 0, 0, 0, 28, 0, 0, 0, 28], bytes(4 * 784)),
+    "a header that breaks off": ([0, 0, 8, 3, 0, 0], b""),
+    "nothing": ([], b""),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_IDX)
+def test_hostile_idx_files_are_damaged(tmp_path, kind):
+    """Sizes were multiplied in 64 bits, and images of another size were taken."""
+    header, data = HOSTILE_IDX[kind]
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / "t10k-images-idx3-ubyte").write_bytes(bytes(header) + data)
+    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 0]))
+    with pytest.raises(DataError, match="is damaged"):
+        load("mnist", tmp_path, "test")
+
+
+HOSTILE_MAT = {
+    "three axes": {"X": np.zeros((32, 32, 3), np.uint8), "y": np.ones((1, 1), np.uint8)},
+    "text for labels": {"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.array(["a", "b"])},
+    "objects for labels": {"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.array([1, "a"], dtype=object)},
+    "labels that are no number": {"X": np.zeros((32, 32, 3, 1), np.uint8), "y": np.array([[np.nan]])},
+    "no pixels": {"y": np.ones((1, 1), np.uint8)},
+    "a structure": {"X": {"a": 1}, "y": np.ones((1, 1), np.uint8)},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_MAT)
+def test_hostile_mat_files_are_damaged(tmp_path, monkeypatch, kind):
+    """As if they had the right checksum."""
+    (tmp_path / "svhn").mkdir()
+    path = tmp_path / "svhn" / "test_32x32.mat"
+    savemat(path, HOSTILE_MAT[kind])
+    file = dataclasses.replace(sources.SVHN_TEST[0], md5=md5(path.read_bytes()))
+    monkeypatch.setattr(sources, "SVHN_TEST", (file,))
+    with pytest.raises(DataError, match="is damaged"):
+        load("svhn", tmp_path, "test")
 
 
 def test_digits_come_with_scikit_learn():
@@ -509,8 +610,6 @@ def test_evaluation_shows_the_centre(tmp_path):
 
 
 def test_random_crops_vary_and_stay_inside(folder):
-    from balnorm.data.folders import _Decoder
-
     decoder = _Decoder(ImageFolder.scan(folder, "train"), 32, True, True, (0, 0))
     areas = []
     for seed in range(300):
@@ -546,6 +645,69 @@ def test_an_image_that_breaks_off_between_its_chunks_is_corrupt_too(folder):
     loader = FolderLoader(ImageFolder.scan(folder, "train"), 4, training=True, size=16, workers=0, skip_corrupt=True)
     assert sum(len(labels) for _, labels in loader.epoch(0)) == 23
     assert list(loader.skipped) == [bad]
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n0 0 10 10 rectfill\nshowpage\n%%EOF\n"
+
+
+def test_an_image_is_only_what_its_name_says(folder, monkeypatch):
+    """Pillow started Ghostscript on a PostScript file that was called .jpg; damaged AVIF and DDS ended training."""
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("started a program"))
+    picture = Image.open(folder / "train" / "red" / "1.png").convert("RGB")
+    red = folder / "train" / "red"
+    (red / "eps.jpg").write_bytes(EPS)
+    for name, kind in (("avif.png", "AVIF"), ("dds.gif", "DDS"), ("jpeg.png", "JPEG"), ("tga.tif", "TGA")):
+        picture.save(red / name, kind)
+    picture.save(red / "png.JPEG", "PNG")  # as one of ImageNet's
+    loader = FolderLoader(ImageFolder.scan(folder, "train"), 29, training=False, size=16, workers=0, skip_corrupt=True)
+    ((images, _),) = loader.epoch(0)
+    assert len(images) == 25
+    told = {path.name: reason for path, reason in loader.skipped.items()}
+    assert told == {
+        "eps.jpg": "it is not a JPEG or PNG file",
+        "avif.png": "it is not a PNG file",
+        "dds.gif": "it is not a GIF file",
+        "jpeg.png": "it is not a PNG file",
+        "tga.tif": "it is not a TIFF file",
+    }
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, MemoryError, IndexError, struct.error])
+def test_whatever_pillow_raises_is_a_corrupt_image(folder, monkeypatch, error):
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", mock.Mock(side_effect=error))
+    loader = FolderLoader(ImageFolder.scan(folder, "train"), 24, training=False, size=16, workers=0, skip_corrupt=True)
+    list(loader.epoch(0))
+    assert set(loader.skipped.values()) == {error.__name__}
+
+
+SAVED = {"jpg": {}, "png": {}, "bmp": {}, "webp": {}, "gif": {}, "tif": {"compression": "tiff_lzw"}, "ppm": {}}
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow's, about what it reads over
+@pytest.mark.parametrize("kind", SAVED)
+def test_damaged_images_end_in_no_other_error(folder, kind):
+    """Files that are cut short, and have some bytes changed; as training and as testing read them."""
+    random = np.random.default_rng(0)
+    path = folder / "train" / "red" / f"damaged.{kind}"
+    noise = random.integers(0, 256, (40, 30, 3), np.uint8)
+    Image.fromarray(noise).save(path, **SAVED[kind])
+    whole = path.read_bytes()
+    index = ImageFolder.scan(folder, "train").paths.index(path)
+    decoders = [_Decoder(ImageFolder.scan(folder, "train"), 16, training, True, (0, 0)) for training in (True, False)]
+    refused = 0
+    for _ in range(60):
+        damaged = bytearray(whole[: random.integers(len(whole)) if random.random() < 0.3 else None])
+        for place in random.integers(
+            0, max(1, min(len(damaged), random.choice([64, len(whole)]))), random.integers(1, 9)
+        ):
+            damaged[place : place + 1] = random.bytes(1)
+        path.write_bytes(damaged)
+        for decoder in decoders:
+            pixels, _, problem = decoder[index]
+            assert (pixels is None) == (problem is not None)
+            assert pixels is None or pixels.shape == (3, 16, 16)
+            refused += problem is not None
+    assert refused
 
 
 def test_a_batch_of_nothing_but_corrupt_images_is_left_out_of_a_test(folder):

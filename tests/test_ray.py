@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -80,4 +81,14 @@ def test_no_cluster_is_one_sentence(tmp_path, capsys):
     answer = capsys.readouterr().err
     assert "no Ray cluster at '127.0.0.1:1'" in answer
     assert "Traceback" not in answer
+    assert not (tmp_path / "study").exists()
+
+
+def test_ray_that_does_not_start_is_one_sentence(tmp_path, capsys, monkeypatch):
+    """If its processes take too long, Ray raises a bare Exception."""
+    reason = "The current node timed out during startup.\nThis could happen because"
+    monkeypatch.setattr("ray.init", mock.Mock(side_effect=Exception(reason)))
+    assert main(["compare", "digits", "--ray", "local", "--out", str(tmp_path / "study")]) == 1
+    expected = "balnorm: Ray did not start here (The current node timed out during startup.)\n"
+    assert capsys.readouterr().err == expected
     assert not (tmp_path / "study").exists()

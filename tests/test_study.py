@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import json
+import multiprocessing
 import os
 import pty
 import re
@@ -539,6 +540,14 @@ def test_of_many_runs_at_once_four_are_named(tmp_path):
 def test_clocks():
     assert [clock(s) for s in (7.24, 80, 3600 * 3 + 300)] == ["7.2 s", "1:20 min", "3:05 h"]
     assert [clock(s) for s in (59.9, 60, 3599, 3600)] == ["59.9 s", "1:00 min", "59:59 min", "1:00 h"]
+
+
+def test_a_trial_whose_study_is_gone_ends_in_silence():
+    """It could not send its answer, and printed a traceback."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    ours.close()
+    executors._call_in_process(len, ("abc",), theirs)
+    executors._call_in_process(len, (), theirs)
 
 
 def test_a_trial_that_is_killed_is_one_sentence():

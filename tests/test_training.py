@@ -14,6 +14,7 @@ import pickle
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import types
@@ -36,7 +37,7 @@ from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_c
 from balnorm.training.files import create_atomically, write_atomically
 from balnorm.training.images import make_loaders
 from balnorm.training.learner import Learner, make_model, make_optimizer, set_rates
-from balnorm.training.processes import Processes
+from balnorm.training.processes import LostProcessError, Processes, processes
 from balnorm.training.progress import Progress
 from balnorm.training.run import Run, RunBusyError, RunError
 from balnorm.training.schedules import Rates, rates
@@ -881,6 +882,50 @@ def test_two_processes_measure_one_scale(tmp_path):
     assert process.returncode == 0, output
     one, two = (scales(weights(tmp_path / name)[0]) for name in ("one", "two"))
     torch.testing.assert_close(two, one, rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_process_is_one_sentence_of_the_other(tmp_path, killed):
+    """It was a traceback that ended in gloo's "Connection reset by peer"."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, "-W", "ignore", held.__file__, "train", "digits", *OPTIONS, "--epochs", "3"]
+    command += ["--batch-size", "32", "--out", str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    gate(tmp_path / "run").touch()
+    pair = [
+        subprocess.Popen(
+            command,
+            env={**environment, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        wait_until(lambda: len(Run(tmp_path / "run").records()) == held.EPOCH, pair[0])
+        pair[killed].kill()
+    finally:
+        gate(tmp_path / "run").unlink()
+    _, told = pair[1 - killed].communicate(timeout=PATIENCE)
+    pair[killed].communicate()
+    assert pair[1 - killed].returncode == 1
+    told = [line for line in told.splitlines() if not line.startswith("[W")]  # torch's own warnings
+    assert told == [
+        f"balnorm: process {1 - killed} lost its connection to another one of the 2: if that one was killed or has "
+        "failed, repeat the command to resume"
+    ]
+
+
+def test_other_errors_of_several_processes_stay_as_they_are(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("rendezvous", "PrefixStore"):
+        monkeypatch.setattr(f"balnorm.training.processes.{name}", lambda *_, **__: iter([(None, 0, 2)]))
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), processes("cpu"):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    with pytest.raises(LostProcessError, match="process 0 lost its connection"), processes("cpu"):
+        raise torch.distributed.DistNetworkError("")
 
 
 @pytest.mark.slow

@@ -120,6 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _dispatch(given: list[str]) -> int:
+    if (longest := max(map(len, given), default=0)) > 10_000:  # messages would repeat it
+        return _fail(f"an argument has {longest:,} characters: 10,000 are enough for any name or list", 2)
     if not given or given[0] in ("-h", "--help"):
         return _usage(asked=bool(given))
     name, *rest = given
@@ -143,6 +145,8 @@ def _dispatch(given: list[str]) -> int:
             return _fail(
                 "the decoding workers lack shared memory: increase it (Docker: --shm-size), or use --workers 0", 1
             )
+        if "dataloader worker" in text:
+            return _fail("a process that decodes images died: is there enough memory? --workers 0 needs less", 1)
         if not isinstance(error, MemoryError) and not any(sign in text for sign in _NO_MEMORY):
             raise
         return _fail("there is not enough memory: a smaller batch, width or image size needs less", 1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from balnorm.console import remark
+from balnorm.console import remark, say
 from balnorm.errors import Failure, sentence
 from balnorm.training.config import NormName, Recipe, without_effect
 from balnorm.training.files import write_atomically
@@ -234,7 +234,7 @@ def report(options: ReportOptions) -> None:
     except OSError as error:
         raise Failure(f"the report could not be written ({sentence(error)})") from error
     if not options.quiet:
-        print(f"\n{written}\n")
+        say(f"\n{written}\n")
     remark(*written.problems)
     print(written.page if options.quiet else f"report: {written.page}")
 
@@ -343,7 +343,7 @@ def inspect(options: Inspect) -> None:
     recipe = saved.recipe
     state = saved.state if saved.state == "finished" else f"{saved.state} after {saved.epoch} of {recipe.epochs} epochs"
     count = sum(parameter.numel() for parameter in saved.model.parameters())
-    print(f"{recipe.name} {recipe.norm} seed {recipe.seed}: {recipe.model}, {count:,} parameters, {state}\n")
+    say(f"{recipe.name} {recipe.norm} seed {recipe.seed}: {recipe.model}, {count:,} parameters, {state}\n")
     report = balance_report(saved.model, test_batch(saved, options.root, options.images))
     print(report)
     if options.figure is not None:

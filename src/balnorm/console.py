@@ -10,7 +10,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["Output", "patient_output", "remark", "say"]
+from balnorm.errors import shortened
+
+__all__ = ["Output", "patient_output", "printable", "remark", "say"]
 
 _PLAIN = str.maketrans({"–": "-", "∞": "inf"})  # noqa: RUF001  # the characters beyond ASCII in our tables
 
@@ -70,13 +72,18 @@ def say(text: str) -> None:
     """Print a line. If nobody reads it, carry on."""
     if sys.stdout is not None:
         out = sys.stdout if isinstance(sys.stdout, Output) else Output(sys.stdout)
-        print(text, file=out, flush=True)
+        print("\n".join(map(printable, text.split("\n"))), file=out, flush=True)
 
 
 def remark(*sentences: str) -> None:
-    """Print sentences to standard error, each with the name of the command."""
+    """Print sentences to standard error, each on a line, with the name of the command. Shortens very long ones."""
     for each in sentences:
-        print(f"balnorm: {each}", file=sys.stderr)
+        print(f"balnorm: {printable(shortened(each))}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """Escape what a terminal would obey, and what fonts and files lack, such as bytes of a name that is not UTF-8."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _opened(stream: Any, number: int) -> Output:

@@ -1,6 +1,6 @@
 """How a command can end other than in success. This module imports nothing, so that the command line starts fast."""
 
-__all__ = ["Failure", "Stopped", "one_line", "sentence"]
+__all__ = ["Failure", "Stopped", "one_line", "sentence", "shortened"]
 
 
 class Failure(Exception):  # noqa: N818  # its subclasses say of what
@@ -19,5 +19,10 @@ def sentence(error: BaseException | None) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without line breaks, or the error's name if it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """An error's message without line breaks, shortened, or the error's name if it has none."""
+    return shortened(" ".join(str(error).split())) or type(error).__name__
+
+
+def shortened(text: str, most: int = 2000) -> str:
+    """A text of at most about so many characters: the middle of a longer one is left out."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from balnorm.data import ImageSpec
 from balnorm.layers import BalNormLayer
 from balnorm.models import create_model
-from balnorm.training.checkpoint import CheckpointError, load_checkpoint
+from balnorm.training.checkpoint import CheckpointError, load_checkpoint, load_weights
 from balnorm.training.config import Recipe
 from balnorm.training.files import write_atomically
 from balnorm.training.images import image_shape, make_loaders, make_test_loader
@@ -71,10 +71,16 @@ def _network(state: Mapping[str, Any]) -> tuple[Recipe, ImageSpec, nn.Module]:
     else:
         images = ImageSpec(**state["images"])
     options = {"in_channels": images.channels, **recipe.model_options()}
+    with torch.device("meta"):  # a prepared file could ask for a network larger than the memory
+        shapes = create_model(recipe.model, recipe.norm, len(images.classes), **options).state_dict()
+    for name, value in shapes.items():
+        if name in weights and weights[name].shape != value.shape:
+            raise ValueError(f"{name} is {tuple(weights[name].shape)} instead of {tuple(value.shape)}")
     model = create_model(recipe.model, recipe.norm, len(images.classes), **options)
-    model.load_state_dict(weights)
-    if not {"epoch", "diverged"} <= state["position"].keys():
-        raise ValueError("it does not say how far the run is")
+    load_weights(model, weights)
+    epoch, diverged = (state["position"].get(name) for name in ("epoch", "diverged"))
+    if type(epoch) is not int or not 0 <= epoch <= recipe.epochs or type(diverged) is not bool:
+        raise ValueError(f"there is no epoch {epoch!r} in a run of {recipe.epochs}")
     return recipe, images, model.eval()
 
 

@@ -20,13 +20,17 @@ from torch.utils.data import DataLoader, Dataset
 from balnorm.data.augment import ChannelStatistics, Pixels, to_float
 from balnorm.data.loaders import Shares
 from balnorm.data.sources import DataError, stratified
+from balnorm.errors import one_line
 
 __all__ = ["IMAGENET_STATISTICS", "FolderLoader", "ImageFolder"]
 
 IMAGENET_STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """The customary mean and standard deviation of ImageNet's pixels in each channel."""
 
-_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"}
+# What a file may be by its name, and nothing else: for some formats, Pillow starts other programs. ImageNet has a PNG
+# file that is called .JPEG.
+_FORMATS = {".jpg": ("JPEG", "PNG"), ".jpeg": ("JPEG", "PNG"), ".png": ("PNG",), ".bmp": ("BMP",), ".webp": ("WEBP",)}
+_FORMATS |= {".gif": ("GIF",), ".tif": ("TIFF",), ".tiff": ("TIFF",), ".ppm": ("PPM",)}
 _SPLITS = {"train": ("train", "training"), "test": ("val", "test", "valid", "validation")}
 
 
@@ -73,7 +77,7 @@ class ImageFolder:
             paths += images
             labels += [label] * len(images)
         if not paths:
-            raise DataError(f"{folder} has no images: their names should end in {', '.join(sorted(_SUFFIXES))}")
+            raise DataError(f"{folder} has no images: their names should end in {', '.join(sorted(_FORMATS))}")
         known = set(labels)
         if empty := [name for label, name in enumerate(classes) if label not in known]:
             raise DataError(f"{folder} has no images of {_some(empty)}: add some, or remove the class everywhere")
@@ -107,7 +111,7 @@ def _images_in(folder: Path) -> list[Path]:
         return []
     if not os.access(folder, os.R_OK | os.X_OK):
         raise DataError(f"{folder} cannot be read: check its permissions")
-    candidates = [path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES]
+    candidates = [path for path in folder.rglob("*") if path.suffix.lower() in _FORMATS]
     if broken := sorted(str(path) for path in candidates if path.is_symlink() and not path.exists()):
         raise DataError(f"{_some(broken)} cannot be opened: the link is broken, fix or remove it")
     return sorted(path for path in candidates if path.is_file() and not path.name.startswith("."))
@@ -202,12 +206,12 @@ class _Decoder(Dataset[_Item]):
     key: tuple[int, int]
 
     def __getitem__(self, index: int) -> _Item:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
 
         path, label = self.data.paths[index], int(self.data.labels[index])
-        random = np.random.default_rng([*self.key, index])
+        random, formats = np.random.default_rng([*self.key, index]), _FORMATS[path.suffix.lower()]
         try:
-            with Image.open(path) as image:
+            with Image.open(path, formats=formats) as image:
                 # JPEG can be decoded at a half, a quarter or an eighth of its size for much less work.
                 box = self._box(*image.size, random)
                 scale = min(box[2] - box[0], box[3] - box[1]) / self.size
@@ -219,8 +223,10 @@ class _Decoder(Dataset[_Item]):
                 pixels = np.asarray(
                     _as_rgb(image).resize((self.size, self.size), Image.Resampling.BILINEAR, box=scaled)
                 )
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            return None, label, (path, str(error).splitlines()[0] if str(error) else type(error).__name__)
+        except UnidentifiedImageError:
+            return None, label, (path, f"it is not a {' or '.join(formats)} file")
+        except Exception as error:  # on damaged files, Pillow's decoders raise whatever they like
+            return None, label, (path, one_line(error))
         if self.training and self.flip and random.random() < 0.5:
             pixels = pixels[:, ::-1]
         return torch.from_numpy(pixels.copy()).permute(2, 0, 1), label, None

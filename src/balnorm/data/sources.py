@@ -178,6 +178,7 @@ def channel_statistics(images: NDArray[np.uint8]) -> tuple[NDArray[np.float64], 
 # Readers
 # --------------------------------------------------------------------------------------------------------------------
 
+_LARGEST = 2 << 30  # bytes, more than any of the files has
 _DOWNLOAD = "download it with `balnorm data get {name} --root {root}`, or put it there"
 
 
@@ -202,21 +203,25 @@ def _check_md5(data: bytes, md5: str | None, path: Path | str) -> bytes:
 
 def _read(path: Path) -> bytes:
     try:
+        if (size := path.stat().st_size) > _LARGEST:
+            raise _damaged(path, f"it has {size:,} bytes")
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
 
 
-def _decompressed(path: Path) -> bytes:
-    """The contents of a file, decompressed if its name ends in .gz or .xz."""
+def _decompressed(path: Path, most: int) -> bytes:
+    """The contents of a file, decompressed if its name ends in .gz or .xz; no more than so many bytes."""
     data = _read(path)
-    try:
-        if path.suffix == ".gz":
-            return gzip.decompress(data)
-        if path.suffix == ".xz":
-            return lzma.decompress(data)
-    except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
-        raise _damaged(path, str(error)) from error
+    kinds: dict[str, Any] = {".gz": lambda raw: gzip.GzipFile(fileobj=raw), ".xz": lzma.LZMAFile}
+    if path.suffix in kinds:
+        try:
+            with kinds[path.suffix](io.BytesIO(data)) as file:
+                data = file.read(most + 1)
+        except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+            raise _damaged(path, str(error)) from error
+    if len(data) > most:
+        raise _damaged(path, f"it contains more than {most:,} bytes")
     return data
 
 
@@ -249,7 +254,7 @@ def _read_cifar(root: Path, split: Split, name: str) -> Images:
     else:
         for part, md5 in parts[split].items():
             path = _find(root, name, f"{folder}/{part}.bin", f"{folder}/{part}.bin.xz")
-            data.append(_check_md5(_decompressed(path), md5, path))
+            data.append(_check_md5(_decompressed(path, 50_000 * (label_bytes + 3072)), md5, path))
     records = []
     for part, contents in zip(parts[split], data, strict=True):
         size = label_bytes + 3072
@@ -276,8 +281,10 @@ def _read_svhn(root: Path, split: Split, name: str) -> Images:
             pixels, digits = arrays["X"], arrays["y"].reshape(-1)
         except Exception as error:  # scipy's parser meets whatever is in the file, and raises whatever it likes
             raise _damaged(path, str(error)) from error
-        if pixels.shape[:3] != (32, 32, 3) or pixels.dtype != np.uint8:
+        if pixels.shape[:3] != (32, 32, 3) or pixels.ndim != 4 or pixels.dtype != np.uint8:
             raise _damaged(path, f"X is {pixels.dtype} {pixels.shape}, not uint8 (32, 32, 3, N)")
+        if digits.dtype.kind not in "iu":
+            raise _damaged(path, f"y is {digits.dtype}, not whole numbers")
         images.append(pixels.transpose(3, 2, 0, 1))
         labels.append(digits % 10)
     return _checked(np.concatenate(images), np.concatenate(labels), DIGITS, root)
@@ -292,12 +299,12 @@ def _read_idx(root: Path, split: Split, name: str) -> Images:
         path = _find(root, name, f"{file}.gz", file)
         if path.suffix == ".gz":
             _check_md5(_read(path), next(f.md5 for f in IDX[name] if f.path == f"{file}.gz"), path)
-        data = _decompressed(path)
+        data = _decompressed(path, 16 + 60_000 * 28 * 28)
         header = 4 + 4 * axes
         if len(data) < header or data[:4] != bytes([0, 0, 8, axes]):
             raise _damaged(path, f"it does not start as an idx file of bytes with {axes} axes")
         shape = struct.unpack(f">{axes}I", data[4:header])
-        if len(data) - header != np.prod(shape, dtype=np.int64):
+        if len(data) - header != math.prod(shape) or shape[1:] not in ((), (28, 28)):
             raise _damaged(path, f"{len(data) - header} bytes where its header says {shape}")
         arrays.append(np.frombuffer(data, np.uint8, offset=header).reshape(shape))
     classes = DIGITS if name == "mnist" else FASHION

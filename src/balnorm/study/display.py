@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from balnorm.console import say
+from balnorm.console import printable, say
 from balnorm.study.results import Result
 from balnorm.training.config import Recipe
 
@@ -74,7 +74,7 @@ class Display:
     def say(self, text: str) -> None:
         """Print a line."""
         if self.live is not None:
-            self.live.console.print(text, highlight=False, markup=False)
+            self.live.console.print(printable(text), highlight=False, markup=False)
         elif self.show:
             say(text)
 
@@ -96,13 +96,14 @@ class Display:
     def table(self) -> Table:
         from rich import box
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("setting")
         for name in ("done", "running (seed: epoch)", "best so far", "diverged", "failed", "time left"):
             table.add_column(name, justify="left" if name.startswith("running") else "right")
         for setting in dict.fromkeys(str(run.setting) for run in self.runs.values()):
-            table.add_row(setting, *self.row(setting))
+            table.add_row(Text(printable(setting)), *self.row(setting))
         table.caption = f"{clock(self.time_left())} left" if any(run.lines for run in self.runs.values()) else ""
         return table
 

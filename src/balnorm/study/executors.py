@@ -195,9 +195,11 @@ def _execute_in_process(folder: Path, recipe: Recipe, resources: Resources, slot
 
 def _call_in_process(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Any) -> None:
     try:
-        pipe.send((function(*arguments), None))
+        answer: tuple[Any, Exception | None] = (function(*arguments), None)
     except Exception as error:  # for the parent to raise
-        pipe.send((None, error))
+        answer = (None, error)
+    with contextlib.suppress(OSError):  # the parent is gone
+        pipe.send(answer)
 
 
 def _end(code: int) -> str:
@@ -238,8 +240,10 @@ class RayExecutor:
                 if separator:  # neither "local" nor "auto": try to connect first, because Ray itself waits for minutes
                     socket.create_connection((host, int(port)), timeout=10).close()
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
-            except (OSError, RuntimeError, ValueError) as error:
-                raise StudyError(f"no Ray cluster at {address!r} ({_first_line(error)})") from None
+            except Exception as error:  # if Ray does not start in time, it raises a bare one
+                ray.shutdown()
+                problem = "Ray did not start here" if address == "local" else f"no Ray cluster at {address!r}"
+                raise StudyError(f"{problem} ({_first_line(error)})") from None
         nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         self.slots = sys.maxsize  # Ray has its own queue
         self.at_once = sum([_room(node["Resources"], resources.threads, gpus) for node in nodes if node["Alive"]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from balnorm.training.config import Recipe
 from balnorm.training.run import Run, RunError, check_same, state_after
 
 __all__ = ["plan", "run_name"]
+
+_MOST = 10_000  # runs of a study: each is a folder, which the display looks at and the report reads
 
 
 def plan(
@@ -35,6 +38,8 @@ def plan(
         raise ValueError(f"seeds must be at least 1, got {seeds}")
     if not norms:
         raise ValueError("norms must name at least one normalisation")
+    if (count := seeds * len(norms) * math.prod(map(len, vary.values()))) > _MOST:
+        raise ValueError(f"a study of {count:,} runs is too large: {_MOST:,} is the most")
     for values, what in ((norms, "norms"), *((vary[name], name) for name in vary)):
         if len(set(values)) < len(values):
             raise ValueError(f"{what} has a value twice: {', '.join(map(str, values))}")

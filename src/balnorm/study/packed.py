@@ -20,7 +20,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 
 from balnorm.errors import one_line
 from balnorm.training.config import Recipe
-from balnorm.training.files import parse_json, written
+from balnorm.training.files import parse_json, regular, written
 from balnorm.training.run import Record, RunError, check_records, state_after
 
 __all__ = ["METRICS", "STUDY", "Packed", "Records", "command_line", "read_packed", "varied_fields", "write_packed"]
@@ -69,7 +69,9 @@ def write_packed(packed: Packed, folder: Path) -> None:
         ],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    metrics, description = _csv(packed.runs, list(varies)).encode(), (_pretty(study) + "\n").encode()
+    # Names and commands may not be UTF-8. JSON escapes the bytes that are not; CSV cannot.
+    metrics = _csv(packed.runs, list(varies)).encode(errors="surrogatepass")
+    description = (_pretty(study) + "\n").encode(errors="backslashreplace")
     # The two belong together: neither is replaced until both are on the disk.
     with written(folder / METRICS, metrics) as new_metrics, written(folder / STUDY, description) as new_study:
         os.replace(new_metrics, folder / METRICS)
@@ -80,7 +82,7 @@ def read_packed(folder: Path) -> Packed:
     """Read the packed study in a folder. Raises a :class:`RunError` that says in one sentence what is wrong."""
     path = folder / STUDY
     try:
-        study = _check_study(parse_json(path.read_text(encoding="utf-8")))
+        study = _check_study(parse_json(regular(path).read_text(encoding="utf-8")))
         path = folder / METRICS
         runs = _read_csv(path, study["recipe"], list(study["varies"]))
     except (OSError, ValueError, csv.Error) as error:
@@ -176,7 +178,7 @@ def _csv(runs: Mapping[Recipe, Records], varied: Sequence[str]) -> str:
 
 def _read_csv(path: Path, common: dict[str, Any], varied: list[str]) -> dict[Recipe, Records]:
     blocks: list[tuple[int, list[str], list[Record]]] = []  # of each run: its first line, varied fields and records
-    with path.open(encoding="utf-8", newline="") as file:
+    with regular(path).open(encoding="utf-8", errors="surrogatepass", newline="") as file:
         rows = csv.reader(file)
         header = next(rows, [])
         numbers = [_NUMBERS.get(column, column) for column in header[len(varied) :]]

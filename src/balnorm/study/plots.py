@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from balnorm.console import printable
 from balnorm.norms import NORMS
 from balnorm.study.figures import Figure, Panel
 
@@ -59,7 +60,7 @@ def figure_files(figure: Figure, formats: Sequence[str] = FORMATS) -> dict[str, 
         most = max(1, min(4, int(width / widest)))
         beside = math.ceil(len(lines) / math.ceil(len(lines) / most)) if lines else 1  # rows of about the same length
         canvas.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=beside, handlelength=3)
-        canvas.suptitle(_printable(figure.title), fontsize=10.5, fontweight="bold")
+        canvas.suptitle(printable(figure.title), fontsize=10.5, fontweight="bold")
         for kind in formats:
             buffer = io.BytesIO()
             metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
@@ -94,12 +95,7 @@ def _draw(panel: Panel, axes: Axes, figure: Figure) -> None:
         axes.locator_params(axis="x", integer=True)
     if figure.percent:
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.6g}%")
-    axes.set_title(_printable(panel.title), fontsize=9)
-    axes.set_xlabel(_printable(panel.x_label))
+    axes.set_title(printable(panel.title), fontsize=9)
+    axes.set_xlabel(printable(panel.x_label))
     if axes.get_subplotspec().is_first_col():  # type: ignore[union-attr]
         axes.set_ylabel(figure.y_label)
-
-
-def _printable(text: str) -> str:
-    """Escape what fonts and files cannot represent, such as the bytes of a name that is not UTF-8."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

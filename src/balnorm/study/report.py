@@ -19,7 +19,7 @@ from balnorm.study.results import Results, Setting, read_results
 from balnorm.study.statistics import Differences, Spread, differences_to, final_spread, levels
 from balnorm.study.tables import Table, as_csv, as_latex, as_markdown, as_text, study_tables
 from balnorm.training.config import Recipe
-from balnorm.training.files import write_atomically
+from balnorm.training.files import regular, write_atomically
 
 __all__ = ["Report", "write_report"]
 
@@ -117,7 +117,7 @@ def _write(out: Path, contents: Mapping[str, bytes]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     stale: set[str] = set()
     with contextlib.suppress(OSError):
-        stale = _OURS - contents.keys() if _MARK in (out / _PAGE).read_bytes()[:2000] else set()
+        stale = _OURS - contents.keys() if _MARK in regular(out / _PAGE).read_bytes()[:2000] else set()
     errors = []
     for name in [*contents, *stale]:
         path = out / name

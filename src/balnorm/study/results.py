@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from balnorm.errors import one_line
+from balnorm.errors import one_line, shortened
 from balnorm.norms import NORMS
 from balnorm.study.packed import METRICS, STUDY, Packed, Records, command_line, read_packed, varied_fields
 from balnorm.training.config import Recipe
-from balnorm.training.files import parse_json
+from balnorm.training.files import parse_json, regular
 from balnorm.training.run import Run, RunError, State, state_after
 
 __all__ = ["Result", "Results", "Setting", "read_results", "settings_of"]
@@ -186,7 +186,10 @@ class _Reader:
         self.seen: set[Path] = set()
 
     def read(self, folder: Path) -> None:
-        for name, folders, files in os.walk(folder, followlinks=True):
+        def tell(error: OSError) -> None:
+            self.problems.append(f"{error.filename} cannot be read ({error.strerror}): left out")
+
+        for name, folders, files in os.walk(folder, onerror=tell, followlinks=True):
             path, there = Path(name), {*files, *folders}
             if path.resolve() in self.seen:
                 folders.clear()
@@ -244,7 +247,7 @@ class _Reader:
 
     def _starts(self, run: Run) -> list[dict[str, Any]]:
         try:
-            starts = parse_json(run.environment.read_text())
+            starts = parse_json(regular(run.environment).read_text())
         except (OSError, ValueError):
             starts = None
         if isinstance(starts, list) and all(isinstance(start, dict) for start in starts):
@@ -274,6 +277,7 @@ def _machines(starts: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
 
 def _last_line(path: Path) -> str:
     try:
-        return (path.read_text(errors="replace").strip().splitlines() or ["for no reason given"])[-1]
+        text = regular(path).read_text(errors="replace")
+        return shortened((text.strip().splitlines() or ["for no reason given"])[-1])
     except OSError as error:
         return str(error)

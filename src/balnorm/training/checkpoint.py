@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from balnorm.errors import Failure
-from balnorm.training.files import written
+from balnorm.training.files import regular, written
 
-__all__ = ["CheckpointError", "Loaded", "load_checkpoint", "save_checkpoint", "set_aside"]
+__all__ = ["CheckpointError", "Loaded", "load_checkpoint", "load_weights", "save_checkpoint", "set_aside"]
 
 _MAGIC = b"balnorm checkpoint 1\n"
 
@@ -36,9 +38,11 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
                 os.replace(path, f"{path}.previous")
             os.replace(temporary, path)
     except OSError as error:
+        intact = path.exists() or Path(f"{path}.previous").exists()
         raise CheckpointError(
-            f"could not write {path} ({error.strerror}); the previous checkpoint is intact: free some space, then "
-            "repeat the command to resume"
+            f"could not write {path} ({error.strerror}); "
+            f"{'the previous checkpoint is intact' if intact else 'there is no earlier checkpoint'}: free some space, "
+            f"then repeat the command to {'resume' if intact else 'start again'}"
         ) from error
 
 
@@ -76,6 +80,14 @@ def load_checkpoint(path: Path, use: Callable[[dict[str, Any]], object] = lambda
     return None
 
 
+def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Load a network's state dict. Raises some error if it does not fit, also if numbers would have to be converted."""
+    model.load_state_dict(weights)
+    for name, value in model.state_dict().items():
+        if (given := weights.get(name, value).dtype) != value.dtype:
+            raise ValueError(f"{name} is {given} instead of {value.dtype}")
+
+
 def set_aside(path: Path) -> None:
     """Rename a damaged checkpoint. Otherwise the next save would keep it as the previous one."""
     if path.exists():
@@ -85,7 +97,7 @@ def set_aside(path: Path) -> None:
 def _read(path: Path) -> dict[str, Any]:
     """The state in a file. The message of a CheckpointError follows the name of the file."""
     try:
-        contents = path.read_bytes()
+        contents = regular(path).read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot be read ({error.strerror})") from error
     if not contents.startswith(_MAGIC):
@@ -94,7 +106,13 @@ def _read(path: Path) -> dict[str, Any]:
     if hashlib.sha256(payload).hexdigest().encode() != digest:
         raise CheckpointError("is truncated or damaged")
     try:
+        with zipfile.ZipFile(io.BytesIO(payload)) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+        if unpacked > len(payload):  # torch does not compress
+            raise CheckpointError(f"would take {unpacked:,} bytes of memory, more than it has, and was not loaded")
         state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except Exception as error:  # a prepared file can make the unpickler raise anything
         raise CheckpointError("contains something other than tensors and numbers, and was not loaded") from error
     if not isinstance(state, dict):

@@ -22,7 +22,7 @@ else:  # each name is written once, where it is defined; none of these modules i
     ModelName, NormName, SetName = Literal[tuple(MODELS)], Literal[tuple(NORMS)], Literal[(*SETS, "folder")]
 
 _POSITIVE = ("epochs", "batch_size", "lr", "alpha", "width", "train_limit", "test_limit", "clip_norm", "image_size")
-_LARGEST = {"lr": 1e30, "weight_decay": 1e30, "clip_norm": 1e30, "alpha": 1e6, "workers": 1000}
+_LARGEST = {"lr": 1e30, "weight_decay": 1e30, "clip_norm": 1e30, "alpha": 1e6, "workers": 1000, "depth": 10_000}
 """The largest values that float32, a Beta distribution and a machine can handle."""
 
 

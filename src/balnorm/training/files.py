@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import glob
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["create_atomically", "parse_json", "write_atomically", "written"]
+__all__ = ["create_atomically", "parse_json", "regular", "remove_leftovers", "write_atomically", "written"]
 
 
 def parse_json(text: str) -> Any:
@@ -18,6 +20,13 @@ def parse_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def regular(path: Path) -> Path:
+    """The path of a file to read. Raises an OSError for a pipe, which might never answer, or a device."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path
 
 
 def write_atomically(path: Path, contents: bytes) -> None:
@@ -31,10 +40,17 @@ def create_atomically(path: Path, contents: bytes) -> None:
     with written(path, contents) as temporary:
         try:
             os.link(temporary, path)
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without links
-            os.replace(temporary, path)
+        except OSError:
+            if not path.exists():  # a file system without links
+                os.replace(temporary, path)
+
+
+def remove_leftovers(*paths: Path) -> None:
+    """Remove the temporary files of killed processes. No other process may be writing to any of the paths."""
+    for path in paths:
+        for leftover in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
+            with contextlib.suppress(OSError):
+                leftover.unlink()
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from balnorm.layers import BalNormLayer
 from balnorm.models import create_model
 from balnorm.norms import get_norm, set_progress
 from balnorm.surgery import param_groups, scale_to_data, update_stats
+from balnorm.training.checkpoint import load_weights
 from balnorm.training.config import Recipe
 from balnorm.training.images import make_loaders
 from balnorm.training.processes import Processes
@@ -130,9 +131,9 @@ class Learner:
 
     def load(self, state: dict[str, Any]) -> None:
         """Load what :meth:`state` returned. Raises some error if it does not fit this recipe."""
-        self.model.load_state_dict(state["model"])
+        load_weights(self.model, state["model"])
         if self.averaged is not None:
-            self.averaged.load_state_dict(state["averaged"])
+            load_weights(self.averaged, state["averaged"])
         _load_optimizer(self.optimizer, state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["rng"][0])

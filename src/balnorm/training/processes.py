@@ -17,9 +17,18 @@ from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["Processes", "processes"]
+from balnorm.errors import Failure
+
+__all__ = ["LostProcessError", "Processes", "processes"]
 
 _PATIENCE = dt.timedelta(minutes=10)  # before a process that does not respond counts as dead
+
+_LOST = ("gloo", "nccl", "connection reset", "connection closed", "broken pipe", "connection refused", "timed out")
+"""What errors of torch's collectives say if another process cannot be reached."""
+
+
+class LostProcessError(Failure):
+    """Another process of the run has ended, or cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -72,22 +81,34 @@ class Processes:
 
 @contextmanager
 def processes(device: str | None = None) -> Iterator[Processes]:
-    """Connect the processes that torchrun started (nccl on GPUs, gloo elsewhere); otherwise, just this one."""
+    """Connect the processes that torchrun started (nccl on GPUs, gloo elsewhere); otherwise, just this one.
+
+    Raises a :class:`LostProcessError` if the connection to another process fails, also later, inside the context.
+    """
     world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     rank = int(os.environ.get("RANK", "0")) if world > 1 else 0
     team = Processes(rank, world, _place(device, local, world))
     if team.device.type == "cuda":
         torch.cuda.set_device(team.device)
-    if world > 1:
+    if world == 1:
+        yield team
+        return
+    try:
         # torchrun keeps its store over a restart, where the addresses of the processes before would still be found.
         store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
         store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         backend = "nccl" if team.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_PATIENCE)
-    try:
         yield team
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(sign in str(error).lower() for sign in _LOST):
+            raise
+        raise LostProcessError(
+            f"process {rank} lost its connection to another one of the {world}: if that one was killed or has failed, "
+            "repeat the command to resume"
+        ) from error
     finally:
-        if world > 1:
+        if dist.is_initialized():
             team.let_go()
             dist.destroy_process_group()
 

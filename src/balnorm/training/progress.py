@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from balnorm.console import say
+from balnorm.console import printable, say
 
 __all__ = ["Progress"]
 
@@ -18,16 +18,16 @@ class Progress:
     """
 
     def __init__(self, title: str, epochs: int, show: bool = True) -> None:
-        self.title, self.epochs, self.show = title, epochs, show
+        self.title, self.epochs, self.show = printable(title), epochs, show
         self.bar: Any = None
         self.last = 0.0
 
     def __enter__(self) -> Progress:
         if self.show and sys.stdout.isatty():
-            from rich.progress import BarColumn, Progress, TimeRemainingColumn
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-            left = TimeRemainingColumn(), "left"
-            self.bar = Progress("[bold]{task.description}", BarColumn(bar_width=20), "{task.fields[note]}", *left)
+            title = TextColumn("{task.description}", style="bold", markup=False)  # a name may contain brackets
+            self.bar = Progress(title, BarColumn(bar_width=20), "{task.fields[note]}", TimeRemainingColumn(), "left")
             self.task = self.bar.add_task(self.title, note="", visible=False)
             self.bar.start()
         return self
@@ -60,6 +60,6 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line."""
         if self.bar is not None:
-            self.bar.console.print(text, highlight=False, markup=False)
+            self.bar.console.print(printable(text), highlight=False, markup=False)
         elif self.show:
             say(text)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from balnorm.errors import Failure
 from balnorm.locking import lock
 from balnorm.training.config import Recipe
-from balnorm.training.files import create_atomically, parse_json, write_atomically
+from balnorm.training.files import create_atomically, parse_json, regular, remove_leftovers, write_atomically
 
 __all__ = ["Record", "Run", "RunBusyError", "RunError", "State", "check_records", "check_same", "state_after"]
 
@@ -67,17 +67,23 @@ class Run:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Lock the folder against training by other processes, if the system supports it."""
+        """Lock the folder against training by other processes, if the system supports it.
+
+        Then remove the temporary files that killed processes left. (Before they have the lock, processes write only
+        ``config.json``, which exists now, and ``error.txt``, which :meth:`keep_failure` may fail to write.)
+        """
         with self.config.open("r+") as file:  # NFS locks only what is open for writing
             try:
-                lock(file, wait=False)
+                locked = lock(file, wait=False)
             except BlockingIOError:
                 raise RunBusyError(f"{self.folder} is being trained by another process") from None
+            if locked:  # otherwise another process may be writing them
+                remove_leftovers(self.checkpoint, self.metrics, self.environment, self.config, self.error)
             yield
 
     def recipe(self) -> Recipe:
         try:
-            return Recipe.from_dict(parse_json(self.config.read_text()))
+            return Recipe.from_dict(parse_json(regular(self.config).read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise RunError(f"{self.config} cannot be read ({error})") from error
 
@@ -87,7 +93,7 @@ class Run:
 
         starts = None
         with suppress(FileNotFoundError, ValueError):
-            starts = parse_json(self.environment.read_text())
+            starts = parse_json(regular(self.environment).read_text())
         starts = starts if isinstance(starts, list) else []
         write_atomically(self.environment, _pretty([*starts, {**environment(), **more}]))
 
@@ -109,7 +115,7 @@ class Run:
 
     def records(self) -> list[Record]:
         """The records in ``metrics.jsonl``, without an incomplete last line."""
-        lines = self.metrics.read_text(errors="replace").split("\n") if self.metrics.exists() else []
+        lines = regular(self.metrics).read_text(errors="replace").split("\n") if self.metrics.exists() else []
         records = []
         for number, line in enumerate(lines, 1):
             if not line:
