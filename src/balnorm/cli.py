@@ -192,8 +192,9 @@ def _compare(arguments: list[str]) -> None:
         file, function = Path(own[1]), load_function(Path(own[1]), own[2] or "train")
         what = f"an option of {function.__name__}"
         options, vary = _grid(experiment_options(function), name, rest, function.__doc__, what)
-        grid, called = options.grid, f"{file.name}:{function.__name__}"
-        compare(Experiment(called, "", grid.seed, grid.metric, tuple(vars(options.recipe).items())), grid, vary, file)
+        own_fields = {"experiment": f"{file.name}:{function.__name__}", "metric": options.grid.metric, "norm": ""}
+        experiment = Experiment.from_dict({**own_fields, "seed": options.grid.seed, **vars(options.recipe)})
+        compare(experiment, options.grid, vary, file)
         return
     recipe = get_recipe(name)
     norms = tuple(dict.fromkeys([recipe.norm, *Grid().norms]))  # a recipe may be there for its norm

@@ -35,7 +35,7 @@ class Experiment:
     metric: str | None = None
     """The metric that leads in a report; ``None`` means the first one that is not a loss."""
     options: tuple[tuple[str, Any], ...] = ()
-    """The function's other arguments."""
+    """The function's other arguments, sorted by name."""
 
     epochs: ClassVar[None] = None
     """Unknown: a run is finished when the function ends."""
@@ -72,7 +72,7 @@ class Experiment:
         for option, value in options.items():
             if not all(isinstance(each, _PLAIN) for each in (value if isinstance(value, tuple) else [value])):
                 raise ValueError(f"{option} cannot be {value!r}")
-        return Experiment(name, norm, seed, metric, tuple(options.items()))
+        return Experiment(name, norm, seed, metric, tuple(sorted(options.items())))
 
 
 Config = Recipe | Experiment
