@@ -80,9 +80,8 @@ def figures(results: Results) -> list[Figure]:
             own = curves.setdefault(setting.variation, [])
             if found := values_by_epoch(runs, metric):
                 own.append(_curve(setting.norm, found))
-        limits = _limits(
-            [curve for own in curves.values() for curve in own], lower_is_better(metric)
-        )  # of all, to compare
+        everything = [curve for own in curves.values() for curve in own]
+        limits = _limits(everything, lower_is_better(metric))  # of all, to compare panels
         panels = [
             Panel(variation or "all epochs", "epoch", tuple(own), y_range=limits) for variation, own in curves.items()
         ]

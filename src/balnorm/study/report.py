@@ -181,11 +181,8 @@ def _ranking(results: Results, ranked: list[tuple[Setting, Spread]]) -> list[str
     if best.median == worst(metric) and all(diverged.values()):
         return ["Every setting diverged in half of its runs or more."]
     leaders = [str(setting) for setting, found in ranked if found.median == best.median]
-    alike, spread = (
-        (", alike", "")
-        if len(leaders) > 1
-        else ("", f"quartiles {shown(metric, best.low)} to {shown(metric, best.high)}, ")
-    )
+    quartiles = f"quartiles {shown(metric, best.low)} to {shown(metric, best.high)}, "
+    alike, spread = (", alike", "") if len(leaders) > 1 else ("", quartiles)
     epochs, seeds = _many(max(run.epochs for run in results.by_setting[first]), "epoch"), _many(best.n, "seed")
     sentence = (
         f"{' and '.join(leaders)} came out {'lowest' if lower_is_better(metric) else 'highest'}{alike}: a median "
@@ -193,9 +190,8 @@ def _ranking(results: Results, ranked: list[tuple[Setting, Spread]]) -> list[str
     )
     rest = ranked[len(leaders) :]
     others = [
-        f"{setting} "
-        + ("diverged" if found.median == worst(metric) and diverged[setting] else shown(metric, found.median))
-        for setting, found in rest
+        f"{each} " + ("diverged" if found.median == worst(metric) and diverged[each] else shown(metric, found.median))
+        for each, found in rest
     ]
     more = f" and {len(others) - 6} more" if len(others) > 6 else ""
     return [sentence, f"Then {', '.join(others[:6])}{more}."] if others else [sentence]

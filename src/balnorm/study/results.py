@@ -132,10 +132,11 @@ class Results:
     def metrics(self) -> dict[str, tuple[str, str]]:
         """The metrics to report, the leading one first: each with the name of its figure and its own in words."""
         names = dict.fromkeys(name for run in self.runs for name in (*run.records, {})[0] if name not in RESERVED)
-        if self.wanted not in (None, *names):
-            raise ValueError(f"no run measured {self.wanted!r}; they measured {', '.join(names) or 'nothing'}")
         first = self.wanted or next((run.metric for run in self.runs if run.metric), "")
-        return metric_names(names, first, recipes=all(isinstance(run.recipe, Recipe) for run in self.runs))
+        found = metric_names(names, first, recipes=all(isinstance(run.recipe, Recipe) for run in self.runs))
+        if self.wanted not in (None, *found):
+            raise ValueError(f"metric must be one of {', '.join(found) or 'those measured'}, got {self.wanted!r}")
+        return found
 
     @property
     def metric(self) -> str:
