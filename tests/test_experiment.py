@@ -144,7 +144,7 @@ def test_the_report_can_be_about_another_metric(study, tmp_path, capsys):
     assert main([*command, "--metric", "train_loss", "--baseline", "mine"]) == 0
     assert "came out lowest, alike: a median train loss of 0.100" in capsys.readouterr().out
     assert main([*command, "--metric", "iou"]) == 2
-    assert "metric must be one of dice, train_loss, got 'iou'" in capsys.readouterr().err
+    assert "metric must be one of train_loss, dice, got 'iou'" in capsys.readouterr().err
     assert main([*command, "--baseline", "frozen"]) == 2
     assert "baseline must be one of balnorm, mine, balnorm-two-pass," in capsys.readouterr().err
 
