@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import balnorm
 from balnorm.cli import main
 from balnorm.norms import NORMS
-from balnorm.study.figures import Curve, Figure, Panel, figures
+from balnorm.study.figures import Curve, Figure, Panel, figures, styles_of
 from balnorm.study.plots import figure_files
 from balnorm.study.report import summarize, write_report
 from balnorm.study.results import read_results
@@ -261,7 +261,9 @@ def canvases(monkeypatch):
 
 
 def figure_of(*panels, **options):
-    return Figure(**{"key": "accuracy", "title": "", "y_label": "", "percent": True, "panels": panels, **options})
+    styles = styles_of([curve.norm for panel in panels for curve in panel.curves])
+    given = {"key": "accuracy", "title": "", "y_label": "", "percent": True, "panels": panels, "styles": styles}
+    return Figure(**{**given, **options})
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7])

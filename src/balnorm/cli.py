@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import tyro
@@ -28,6 +30,7 @@ from balnorm.commands import (
     bench,
     compare,
     data,
+    experiment_options,
     fold,
     inspect,
     pack,
@@ -38,6 +41,7 @@ from balnorm.console import patient_output, remark
 from balnorm.errors import Failure, Stopped, sentence
 from balnorm.recipes import RECIPES, get_recipe
 from balnorm.training.config import NormName, Recipe
+from balnorm.training.experiment import Experiment, load_function
 
 __all__ = ["main"]
 
@@ -61,6 +65,7 @@ recipes:
 examples:
   balnorm compare digits --jobs 2                               a few minutes, nothing to download
   balnorm compare cifar10-desk --norms balnorm batchnorm --seeds 5 --out studies/x --root data
+  balnorm compare experiment.py:train --norms balnorm batchnorm  a training function of your own
   balnorm report studies/x
   balnorm train digits --seed 3 --out runs/a                    half a minute
   balnorm fold runs/a --out digits.onnx
@@ -187,25 +192,42 @@ def _recipe_and_rest(arguments: list[str]) -> tuple[str, list[str]]:
 
 def _compare(arguments: list[str]) -> None:
     name, rest = _recipe_and_rest(arguments)
+    if own := re.fullmatch(r"(.+\.py)(?::(\w+))?", name):
+        file, function = Path(own[1]), load_function(Path(own[1]), own[2] or "train")
+        what = f"an option of {function.__name__}"
+        options, vary = _grid(experiment_options(function), name, rest, function.__doc__, what)
+        own_fields = {"experiment": f"{file.name}:{function.__name__}", "metric": options.grid.metric, "norm": ""}
+        experiment = Experiment.from_dict({**own_fields, "seed": options.grid.seed, **vars(options.recipe)})
+        compare(experiment, options.grid, vary, file)
+        return
     recipe = get_recipe(name)
     norms = tuple(dict.fromkeys([recipe.norm, *Grid().norms]))  # a recipe may be there for its norm
     default = Compare(StudyRecipe(**{**vars(recipe), "norm": "balnorm"}), Grid(norms=norms))
+    options, vary = _grid(Compare, name, rest, RECIPES[name].__doc__, "a field of the recipe", default)
+    compare(Recipe(**vars(options.recipe)), options.grid, vary, recipe)
 
-    def parse(arguments: list[str]) -> Compare:
-        return _parse(Compare, arguments, f"compare {name}", RECIPES[name].__doc__, default)
 
-    options = parse(rest)
-    vary = {}
+def _grid(
+    kind: type, name: str, arguments: list[str], about: str | None, what: str, default: Compare | None = None
+) -> tuple[Any, dict[str, list[Any]]]:
+    """The options of a study, and the values of each field that varies, which are options too."""
+
+    def parse(arguments: list[str]) -> Any:
+        return _parse(kind, arguments, f"compare {name}", about, default)
+
+    options = parse(arguments)
+    fields = {field: value for field, value in vars(options.recipe).items() if default is None or field not in _FIXED}
+    vary: dict[str, list[Any]] = {}
     for text in options.grid.vary:
         field, _, values = text.partition("=")
         field = field.replace("-", "_")
-        if not values or field not in vars(recipe) or field in ("name", "norm", "seed"):
-            raise ValueError(f"--vary takes a field of the recipe and its values, as lr=0.01,0.1,1, not {text!r}")
+        if not values or field not in fields:
+            raise ValueError(f"--vary takes {what} and its values, as lr=0.01,0.1,1, not {text!r}")
         if field in vary:
             raise ValueError(f"--vary has {field} twice: give all of its values at once, as lr=0.01,0.1,1")
-        parsed = [parse(_as_option(field, value, getattr(recipe, field))) for value in values.split(",")]
+        parsed = [parse([*arguments, *_as_option(field, value, fields[field])]) for value in values.split(",")]
         vary[field] = [getattr(each.recipe, field) for each in parsed]
-    compare(Recipe(**vars(options.recipe)), options.grid, vary, recipe)
+    return options, vary
 
 
 def _as_option(field: str, value: str, default: Any) -> list[str]:
@@ -323,6 +345,8 @@ _COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
 
 _NO_MEMORY = ("out of memory", "not enough memory", "allocate memory")
 """What torch's errors say, on GPUs and on CPUs."""
+_FIXED = ("name", "norm", "seed")
+"""Fields of a recipe that do not vary by --vary."""
 _PRINTING = {"data", "bench", "inspect", "completion"}
 """The commands whose only result is what they print."""
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from dataclasses import dataclass
+import types
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
 from balnorm.console import remark, say
 from balnorm.errors import Failure, sentence
 from balnorm.training.config import NormName, Recipe, without_effect
+from balnorm.training.experiment import Config, function_options
 from balnorm.training.files import write_atomically
 
 if TYPE_CHECKING:
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bench", "BenchOptions", "Compare", "Data", "Fold", "Grid", "Inspect", "Pack", "ReportOptions", "StudyRecipe",
-    "Train", "Where", "bench", "compare", "data", "fold", "inspect", "pack", "report", "train",
+    "Train", "Where", "bench", "compare", "data", "experiment_options", "fold", "inspect", "pack", "report", "train",
 ]  # fmt: skip
 
 
@@ -74,6 +78,28 @@ class Compare:
 
 
 @dataclass(frozen=True)
+class ExperimentGrid(Grid):
+    metric: str | None = None
+    """The metric that leads; None means the first that is not a loss. Of losses and errors, less is better."""
+    seed: int = 0
+    """The first of the seeds."""
+
+
+def experiment_options(function: Callable[..., Any]) -> type:
+    """What :class:`Compare` is for a recipe: the arguments of a function of the user's own, and the grid."""
+    found = function_options(function, [each.name for each in fields(ExperimentGrid)])
+    norm = found.pop("norm")[0]
+    norms = ("norms", types.GenericAlias(tuple, (norm, ...)), field(default=get_args(norm) or MISSING))  # of a Literal
+    grid = make_dataclass("Grid", [norms], bases=(ExperimentGrid,), frozen=True)
+    own = [
+        (name, kind, field(default=MISSING if default is Parameter.empty else default))
+        for name, (kind, default) in found.items()
+    ]
+    options = make_dataclass("Options", own, frozen=True, kw_only=True)
+    return make_dataclass("Compare", [("recipe", options), ("grid", grid)], frozen=True)
+
+
+@dataclass(frozen=True)
 class Where:
     """Where a run is stored, and how often it is saved."""
 
@@ -116,8 +142,10 @@ class ReportOptions:
     """Where to write; None means the folder report inside the study, or ./report for several studies."""
     title: str | None = None
     """The page's title; None uses the names of the recipes."""
-    baseline: NormName = "batchnorm"
-    """The normalisation that the others are compared with."""
+    baseline: str | None = None
+    """The normalisation that the others are compared with; None means batchnorm, if there is one."""
+    metric: str | None = None
+    """The metric that leads; None means the study's own."""
     reach: tuple[float, ...] = ()
     """Report how many epochs it took to reach these test accuracies, such as 0.9; by default, some near the best."""
     formats: tuple[Literal["svg", "png", "pdf"], ...] = ("svg", "png", "pdf")
@@ -175,14 +203,14 @@ class Fold:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def compare(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]], base: Recipe) -> None:
+def compare(recipe: Config, grid: Grid, vary: dict[str, list[Any]], base: Recipe | Path) -> None:
     """Run a study, then write its report.
 
     Args:
-        recipe: what its runs have in common.
+        recipe: what its runs have in common: a recipe, or an experiment.
         grid: which runs there are, and where.
         vary: the values of each field that varies.
-        base: the recipe as it was before options changed it.
+        base: the recipe as it was before options changed it, or the file of the experiment's function.
     """
     from balnorm.study.executors import Executor, LocalExecutor, RayExecutor, Resources
     from balnorm.study.grid import plan
@@ -198,11 +226,13 @@ def compare(recipe: Recipe, grid: Grid, vary: dict[str, list[Any]], base: Recipe
         raise ValueError(f"gpus must be a whole number, or below 1 to share one, got {grid.gpus}")
     if grid.ray is not None and grid.jobs != 1:
         raise ValueError("jobs is for this machine: a Ray cluster runs as many as it has room for")
-    out = grid.out or Path("studies") / recipe.name
+    out = grid.out or Path("studies") / recipe.name.replace(".py:", "-")
     threads = grid.threads or (1 if grid.ray else max(1, cores() // grid.jobs))
-    resources = Resources(grid.root.absolute(), threads, grid.device)
+    file = base.absolute() if isinstance(base, Path) else Path()
+    resources = Resources(grid.root.absolute(), threads, grid.device, file=file)
     runs = plan(recipe, out, grid.norms, grid.seeds, vary)
-    remark(*without_effect(base, [run.recipe for run in runs]))
+    if isinstance(base, Recipe):
+        remark(*without_effect(base, [run.recipe for run in runs if isinstance(run.recipe, Recipe)]))
     if grid.dry_run:
         print(dry_run(runs, grid.jobs, resources))
         return
@@ -228,6 +258,7 @@ def report(options: ReportOptions) -> None:
             out,
             title=options.title,
             baseline=options.baseline,
+            metric=options.metric,
             reach=options.reach,
             formats=options.formats,
         )

@@ -11,8 +11,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from balnorm.console import printable, say
+from balnorm.study.metrics import lower_is_better, shown
 from balnorm.study.results import Result
-from balnorm.training.config import Recipe
+from balnorm.training.experiment import Config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,7 +32,7 @@ class Display:
 
     def __init__(self, runs: Sequence[Result], at_once: int, show: bool = True) -> None:
         self.runs = {run.recipe: run for run in runs}
-        self.running: set[Recipe] = set()
+        self.running: set[Config] = set()
         self.over = {run.recipe for run in runs if run.ended}
         """The runs that this command is done with."""
         self.kept, self.at_once, self.show = len(self.over), at_once, show
@@ -62,7 +63,12 @@ class Display:
         if run.reason:
             self.say(f"{text}{'failed, ' if run.state == 'failed' else ''}{run.reason}")
         elif self.live is None:
-            text += "diverged" if run.state == "diverged" else f"test accuracy {run.records[-1]['test_accuracy']:.2%}"
+            name = run.metric
+            measured = f"{name.replace('_', ' ')} {shown(name, run.records[-1][name])}" if run.records else ""
+            if run.state == "diverged":
+                what = run.lines[-1]["diverged"]
+                measured = f"diverged, its {what} was not finite," if isinstance(what, str) else "diverged"
+            text += measured
             self.say(f"{text} in {clock(sum(run.seconds))}, about {clock(self.time_left())} left")
 
     def look(self) -> None:
@@ -80,7 +86,12 @@ class Display:
 
     def left(self, run: Result) -> int:
         """How many epochs are left."""
-        return 0 if run.recipe in self.over else max(0, run.recipe.epochs - len(run.lines))
+        return 0 if run.recipe in self.over else max(0, self.epochs(run) - len(run.lines))
+
+    def epochs(self, run: Result) -> int:
+        """How many epochs a run has: what its recipe or an option of that name says, or as many as the longest."""
+        planned = run.recipe.fields.get("epochs")
+        return planned if type(planned) is int else max(len(other.lines) for other in self.runs.values())
 
     def time_left(self, setting: str | None = None) -> float:
         """Seconds left, estimated from finished epochs of the same setting, or of all settings if it has none yet."""
@@ -112,13 +123,15 @@ class Display:
         runs = [run for run in self.runs.values() if str(run.setting) == setting]
         over = [run.state for run in runs if run.recipe in self.over]
         running = [
-            f"{run.recipe.seed}: {len(run.lines)}/{run.recipe.epochs}" for run in runs if run.recipe in self.running
+            f"{run.recipe.seed}: {len(run.lines)}/{self.epochs(run)}" for run in runs if run.recipe in self.running
         ]
-        best = [record["test_accuracy"] for run in runs for record in run.records]
+        name = next((run.metric for run in runs if run.records), "")
+        values = [record[name] for run in runs for record in run.records if name in record]
+        best = [shown(name, (min if lower_is_better(name) else max)(values))] if values else []
         return [
             f"{over.count('finished')}/{len(runs)}",
             "  ".join(running[:4]) + (" ..." if len(running) > 4 else ""),
-            f"{max(best):.2%}" if best else "",
+            *(best or [""]),
             str(over.count("diverged") or ""),
             str(over.count("failed") or ""),
             clock(self.time_left(setting)) if best and any(map(self.left, runs)) else "",

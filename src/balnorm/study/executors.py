@@ -24,9 +24,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from balnorm.errors import Failure, Stopped, one_line
+from balnorm.errors import Failure, Stopped, one_line, sentence
 from balnorm.study.results import Result
 from balnorm.training.config import Recipe
+from balnorm.training.experiment import Config
 from balnorm.training.processor import ProcessorError, check_precision, remedy_after
 from balnorm.training.run import Run, RunBusyError, State
 
@@ -54,26 +55,41 @@ class Resources:
     """``None`` uses a GPU if there is one."""
     command: tuple[str, ...] = field(default_factory=lambda: tuple(sys.argv))
     """The command that was typed, which the run records."""
+    file: Path = Path()
+    """The file of an experiment's function."""
 
 
-def execute(folder: Path, recipe: Recipe, resources: Resources) -> End:
+def execute(folder: Path, recipe: Config, resources: Resources) -> End:
     """Train one run in this process. Errors go to ``error.txt`` in its folder, and are returned as one sentence."""
     import torch
 
+    from balnorm.training.keep import perform
     from balnorm.training.trainer import train
 
     run = Run(folder)
     try:
         torch.set_num_threads(resources.threads)
-        train(recipe, folder, root=resources.root, device=resources.device, show=False)
+        if isinstance(recipe, Recipe):
+            train(recipe, folder, root=resources.root, device=resources.device, show=False)
+        else:
+            perform(recipe, folder, file=resources.file, root=resources.root, device=resources.device)
     except RunBusyError:
         return "busy", "skipped, another process is training it"
     except (Stopped, KeyboardInterrupt):
         return _STOPPED
     except Exception as error:  # any error ends this run, but not the study
         run.keep_failure(recipe, traceback.format_exc())
-        return "failed", one_line(error)
+        return "failed", one_line(error) if isinstance(recipe, Recipe) else _reason(error, resources.file)
     return "finished", ""
+
+
+def _reason(error: Exception, file: Path) -> str:
+    """What went wrong in a file of the user's own, and in which line of it."""
+    if isinstance(error, Failure):
+        return one_line(error)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    place = f" ({file.name}, line {lines[-1]})" if lines else ""
+    return " ".join(f"{type(error).__name__}: {sentence(error)}{place}".split())
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -169,7 +185,7 @@ class LocalExecutor:
         return replace(run, state="failed", reason=reason)
 
 
-def _execute_in_process(folder: Path, recipe: Recipe, resources: Resources, slot: int, pipe: Any) -> None:
+def _execute_in_process(folder: Path, recipe: Config, resources: Resources, slot: int, pipe: Any) -> None:
     """The body of a run's process. It ignores the terminal's Ctrl-C; it saves and ends when the parent is gone."""
     import torch
 
@@ -312,12 +328,13 @@ def _room(resources: dict[str, float], threads: int, gpus: float) -> int:
     return min(cpus, int(resources.get("GPU", 0) / gpus)) if gpus else cpus
 
 
-def _execute_on_node(folder: Path, recipe: Recipe, resources: Resources) -> End:
+def _execute_on_node(folder: Path, recipe: Config, resources: Resources) -> End:
     shared = folder.parent
     if not shared.is_dir():
         return "failed", f"{shared} is not on {platform.node()}: --out must be on storage that all machines share"
     try:
-        check_precision(recipe.precision, resources.device)  # machines of a cluster differ in their processors
+        if isinstance(recipe, Recipe):
+            check_precision(recipe.precision, resources.device)  # machines of a cluster differ in their processors
     except ProcessorError as error:
         return "failed", str(error)
     sys.argv = list(resources.command)  # the run records it

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from balnorm.norms import NORMS, Style
+from balnorm.study.metrics import is_share, lower_is_better
 from balnorm.study.results import Results, Setting
 from balnorm.study.statistics import Spread, final_spread, values_by_epoch
 
-__all__ = ["Curve", "Figure", "Panel", "figures"]
+__all__ = ["Curve", "Figure", "Panel", "figures", "styles_of"]
 
 Range = tuple[float, float]
 
@@ -48,36 +51,45 @@ class Figure:
     y_label: str
     percent: bool
     panels: tuple[Panel, ...]
+    styles: dict[str, Style]
+    """How to draw each norm."""
 
 
-_METRICS = {  # the figure's key, its quantity, and whether that is a share
-    "test_accuracy": ("accuracy", "test accuracy", True),
-    "test_loss": ("loss", "test loss", False),
-    "train_loss": ("training-loss", "training loss", False),
-}
+def styles_of(norms: Sequence[str]) -> dict[str, Style]:
+    """The style of each norm. Those with names of the user's own take colours that the others leave free."""
+    known = {norm: NORMS[norm].style for norm in norms if norm in NORMS}
+    every = {style: None for norm in NORMS.values() for style in (norm.style, Style(norm.style.colour))}
+    used = {style.colour for style in known.values()}
+    free = sorted(
+        (style for style in every if style not in known.values()),
+        key=lambda style: (style.colour in used, style.dash != "solid"),
+    )
+    return known | dict(zip((norm for norm in norms if norm not in known), itertools.cycle(free), strict=False))
 
 
 def figures(results: Results) -> list[Figure]:
-    """Accuracy and losses by epoch, and final accuracy against each number that varies.
+    """The metrics by epoch, and the final value of the leading one against each number that varies.
 
     A study that varies only the norm gets panels for all, the early and the last epochs; a study that varies something
     else gets a panel for each value.
     """
-    drawn = []
-    for metric, (key, quantity, percent) in _METRICS.items():
+    drawn, styles = [], styles_of(results.norms)
+    for metric, (key, quantity) in results.metrics.items():
         curves: dict[str, list[Curve]] = {}
         for setting, runs in results.by_setting.items():
             own = curves.setdefault(setting.variation, [])
             if found := values_by_epoch(runs, metric):
                 own.append(_curve(setting.norm, found))
-        limits = _limits([curve for own in curves.values() for curve in own], calm=True)  # of all, to compare panels
+        everything = [curve for own in curves.values() for curve in own]
+        limits = _limits(everything, lower_is_better(metric))  # of all, to compare panels
         panels = [
             Panel(variation or "all epochs", "epoch", tuple(own), y_range=limits) for variation, own in curves.items()
         ]
         if len(panels) == 1:
-            panels += _zooms(panels[0].curves, percent)
+            panels += _zooms(panels[0].curves, metric)
         if any(panel.curves for panel in panels):
-            drawn.append(Figure(key, f"{quantity.capitalize()} by epoch", quantity, percent, tuple(panels)))
+            title = f"{quantity.capitalize()} by epoch"
+            drawn.append(Figure(key, title, quantity, is_share(metric), tuple(panels), styles))
     return [*_sweeps(results), *drawn]
 
 
@@ -90,7 +102,7 @@ def _curve(norm: str, spreads: Mapping[int, Spread] | Mapping[float, Spread]) ->
     return Curve(norm, x, finite("median"), finite("low"), finite("high"), n)
 
 
-def _zooms(curves: tuple[Curve, ...], percent: bool) -> list[Panel]:
+def _zooms(curves: tuple[Curve, ...], metric: str) -> list[Panel]:
     """Panels of the first and the last quarter of the epochs, at least four epochs each; none for short runs."""
     last = max((curve.x[-1] for curve in curves), default=0.0)
     if last < 8:
@@ -101,22 +113,24 @@ def _zooms(curves: tuple[Curve, ...], percent: bool) -> list[Panel]:
 
     def near(end: float) -> bool:
         """Whether a curve ends near the best one. The y range leaves out the others, so that the best stay apart."""
-        return end > max(ends) - 0.08 if percent else end < 2 * min(ends)
+        if lower_is_better(metric):
+            return end < min(ends) + abs(min(ends))
+        return end > max(ends) - (0.08 if is_share(metric) else 0.1 * abs(max(ends)))
 
     close = [curve for curve in curves if ends and (end := curve.median[-1]) is not None and near(end)]
     return [
-        Panel("early epochs", "epoch", curves, (1.0, early), _limits(curves, 1.0, early, calm=True)),
-        Panel("last epochs", "epoch", curves, (late, last), _limits(close, late, last)),
+        Panel("early epochs", "epoch", curves, (1.0, early), _limits(curves, lower_is_better(metric), 1.0, early)),
+        Panel("last epochs", "epoch", curves, (late, last), _limits(close, False, late, last)),
     ]
 
 
 def _limits(
-    curves: Sequence[Curve], first: float = -math.inf, last: float = math.inf, calm: bool = False
+    curves: Sequence[Curve], calm: bool = False, first: float = -math.inf, last: float = math.inf
 ) -> Range | None:
     """The range of the values between two epochs, with a margin.
 
-    ``calm`` caps a loss at 1.3 times the median of the curves' first values, so that neither a spike nor a setting
-    that diverges flattens the rest.
+    ``calm`` caps those of a loss at 1.3 times the median of the curves' first values, so that neither a spike nor a
+    setting that diverges flattens the rest.
     """
     values = [
         value
@@ -129,15 +143,15 @@ def _limits(
         return None
     lowest, highest = min(values), max(values)
     begins = sorted(curve.median[0] for curve in curves if curve.median[0] is not None)
-    if calm and begins and highest > 1:  # accuracies never are
+    if calm and begins and highest > 1 and begins[len(begins) // 2] > 0:
         highest = min(highest, 1.3 * begins[len(begins) // 2])
     margin = 0.05 * (highest - lowest) or 0.01
     return lowest - margin, highest + margin
 
 
 def _sweeps(results: Results) -> list[Figure]:
-    """Final accuracy against each field with three or more numbers, with a panel for each combination of the others."""
-    drawn = []
+    """The final leading metric against each field with three or more numbers, with a panel for each of the others."""
+    drawn, metric, styles = [], results.metric, styles_of(results.norms)
     for name, _ in next(iter(results.by_setting)).varied:
         numbers: set[float] = set()
         points: dict[Any, dict[str, dict[float, Spread]]] = {}  # by the other fields, then by norm
@@ -146,7 +160,7 @@ def _sweeps(results: Results) -> list[Figure]:
             if isinstance(x, int | float) and not isinstance(x, bool):
                 numbers.add(x)
                 own = points.setdefault(others, {}).setdefault(setting.norm, {})
-                if found := final_spread(runs):
+                if found := final_spread(runs, metric):
                     own[x] = found
         if len(numbers) < 3:
             continue
@@ -158,6 +172,6 @@ def _sweeps(results: Results) -> list[Figure]:
         if curves:
             limits = _limits([curve for lines in curves.values() for curve in lines])
             panels = tuple(Panel(title, label, lines, None, limits, log) for title, lines in curves.items())
-            key, title = f"by-{name.replace('_', '-')}", f"Final test accuracy by {label}"
-            drawn.append(Figure(key, title, "test accuracy", True, panels))
+            key, quantity = f"by-{name.replace('_', '-')}", results.metrics[metric][1]
+            drawn.append(Figure(key, f"Final {quantity} by {label}", quantity, is_share(metric), panels, styles))
     return drawn

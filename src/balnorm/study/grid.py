@@ -6,13 +6,13 @@ import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from balnorm.study.packed import STUDY, Packed, read_packed, varied_fields
 from balnorm.study.results import Result, settings_of, text_of
-from balnorm.training.config import Recipe
+from balnorm.training.experiment import Config
 from balnorm.training.run import Run, RunError, check_same, state_after
 
 __all__ = ["plan", "run_name"]
@@ -21,7 +21,7 @@ _MOST = 10_000  # runs of a study: each is a folder, which the display looks at 
 
 
 def plan(
-    recipe: Recipe,
+    recipe: Config,
     out: str | Path,
     norms: Sequence[str],
     seeds: int,
@@ -47,12 +47,12 @@ def plan(
     for seed in range(recipe.seed, recipe.seed + seeds):
         for norm, *values in itertools.product(norms, *vary.values()):
             changed = dict(zip(vary, values, strict=True))
-            each = replace(recipe, norm=norm, seed=seed, **changed)
+            each = recipe.replaced(norm=norm, seed=seed, **changed)
             each.check()
             named[run_name(each, changed)] = each
     packed = read_packed(out) if (out / STUDY).exists() else Packed({}, (), ())
     varied = varied_fields(packed.runs)
-    known = {run_name(each, {name: getattr(each, name) for name in varied}): each for each in packed.runs}
+    known = {run_name(each, {name: each.fields.get(name) for name in varied}): each for each in packed.runs}
     folders, runs = _folders_by_recipe(out / "runs"), list[Result]()
     for (name, each), setting in zip(named.items(), settings_of(list(named.values())), strict=True):
         if each in packed.runs:
@@ -69,15 +69,15 @@ def plan(
     return runs
 
 
-def _folders_by_recipe(parent: Path) -> dict[Recipe, list[Path]]:
-    found: dict[Recipe, list[Path]] = {}
+def _folders_by_recipe(parent: Path) -> dict[Config, list[Path]]:
+    found: dict[Config, list[Path]] = {}
     for folder in parent.glob("*/"):
         with contextlib.suppress(RunError, OSError):  # reported if it is in the way
             found.setdefault(Run(folder).recipe(), []).append(folder)
     return found
 
 
-def run_name(recipe: Recipe, changed: Mapping[str, Any]) -> str:
+def run_name(recipe: Config, changed: Mapping[str, Any]) -> str:
     """The name of a run's folder, such as ``batchnorm-lr=0.3-seed2``."""
     varied = (f"{name}={text_of(value)}" for name, value in changed.items())
-    return "-".join([recipe.norm, *varied, f"seed{recipe.seed}"])
+    return quote("-".join([recipe.norm, *varied, f"seed{recipe.seed}"]), safe="=+, ")  # a norm may have any name

@@ -13,13 +13,14 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal, get_origin, get_type_hints
 
 from balnorm.errors import one_line
 from balnorm.training.config import Recipe
+from balnorm.training.experiment import Config, read_config
 from balnorm.training.files import parse_json, regular, written
 from balnorm.training.run import Record, RunError, check_records, state_after
 
@@ -29,7 +30,6 @@ STUDY, METRICS = "study.json", "metrics.csv"
 _FORMAT = 1
 _FIELDS = [field.name for field in fields(Recipe)]
 _PATH = re.compile(r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?[/\\]+(?:[^\s/\\]+[/\\]+)+")
-_NUMBERS = {f"epoch_{name}": name for name in _FIELDS}  # the columns of numbers that share a name with a field
 _KEYS = {"format", "runs", "recipe", "varies", "commands", "environments"}
 
 Records = tuple[Record, ...]
@@ -40,7 +40,7 @@ Records = tuple[Record, ...]
 class Packed:
     """The finished runs of a study, and their origin."""
 
-    runs: dict[Recipe, Records]
+    runs: dict[Config, Records]
     commands: tuple[str, ...]
     """The commands that started them."""
     environments: tuple[dict[str, Any], ...]
@@ -55,8 +55,10 @@ def write_packed(packed: Packed, folder: Path) -> None:
         there = read_packed(folder).runs
         if lost := sum(packed.runs.get(recipe) != records for recipe, records in there.items()):
             raise RunError(f"{folder} holds a packed study with {lost} runs that are not in this one: choose another")
+    if len({tuple(config.fields) for config in packed.runs}) > 1:
+        raise RunError("runs of different experiments cannot be packed together")
     varies = _varies(packed.runs)
-    common = vars(next(iter(packed.runs)))
+    common = next(iter(packed.runs)).fields
     study = {
         "format": _FORMAT,
         "runs": len(packed.runs),
@@ -98,16 +100,17 @@ def read_packed(folder: Path) -> Packed:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def varied_fields(recipes: Iterable[Recipe]) -> list[str]:
+def varied_fields(recipes: Iterable[Config]) -> list[str]:
     """The fields that differ between recipes, besides the norm and the seed."""
     return list(_varies(recipes))[1:-1]
 
 
-def _varies(recipes: Iterable[Recipe]) -> dict[str, list[Any]]:
+def _varies(recipes: Iterable[Config]) -> dict[str, list[Any]]:
     """The values, as in JSON, of the norm, of every other field that differs, and of the seed: the first columns."""
-    rows = [vars(recipe) for recipe in recipes]
-    texts = {name: dict.fromkeys(json.dumps(row[name]) for row in rows) for name in _FIELDS}
-    others = [name for name in _FIELDS if name not in ("norm", "seed") and len(texts[name]) > 1]
+    rows = [recipe.fields for recipe in recipes]
+    names = dict.fromkeys(["norm", "seed", *(name for row in rows for name in row)])
+    texts = {name: dict.fromkeys(json.dumps(row.get(name)) for row in rows) for name in names}
+    others = [name for name in names if name not in ("norm", "seed") and len(texts[name]) > 1]
     return {name: [json.loads(text) for text in texts[name]] for name in ("norm", *others, "seed")}
 
 
@@ -121,7 +124,8 @@ def _check_study(study: Any) -> dict[str, Any]:
     recipe, varies = study["recipe"], study["varies"]
     if not isinstance(recipe, dict) or not isinstance(varies, dict) or recipe.keys() & varies.keys():
         raise ValueError("a field either varies or belongs to the recipe")
-    if not {"norm", "seed"} <= varies.keys() <= set(_FIELDS):
+    fields = {*recipe, *varies}
+    if not {"norm", "seed"} <= varies.keys() <= (fields if "experiment" in fields else set(_FIELDS)):
         raise ValueError("varies should name norm, seed and other fields of a recipe")
     if not isinstance(study["commands"], list) or not all(isinstance(each, str) for each in study["commands"]):
         raise ValueError("commands should be a list of texts")
@@ -163,25 +167,27 @@ def _pretty(value: Any, indent: str = "") -> str:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _csv(runs: Mapping[Recipe, Records], varied: Sequence[str]) -> str:
+def _csv(runs: Mapping[Config, Records], varied: Sequence[str]) -> str:
     numbers = list(dict.fromkeys(name for records in runs.values() for record in records for name in record))
-    text = io.StringIO()
+    text, all_fields = io.StringIO(), next(iter(runs)).fields
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*varied, *(f"epoch_{name}" if name in _FIELDS else name for name in numbers)])
+    writer.writerow([*varied, *(f"epoch_{name}" if name in all_fields else name for name in numbers)])
     for recipe, records in runs.items():
-        row = vars(recipe)
-        setting = [row[name] if _is_text(name) else json.dumps(row[name]) for name in varied]
+        row = recipe.fields
+        setting = [row[name] if _is_text(name, row) else json.dumps(row[name]) for name in varied]
         for record in records:
             writer.writerow([*setting, *(json.dumps(record[name]) if name in record else "" for name in numbers)])
     return text.getvalue()
 
 
-def _read_csv(path: Path, common: dict[str, Any], varied: list[str]) -> dict[Recipe, Records]:
+def _read_csv(path: Path, common: dict[str, Any], varied: list[str]) -> dict[Config, Records]:
     blocks: list[tuple[int, list[str], list[Record]]] = []  # of each run: its first line, varied fields and records
     with regular(path).open(encoding="utf-8", errors="surrogatepass", newline="") as file:
         rows = csv.reader(file)
         header = next(rows, [])
-        numbers = [_NUMBERS.get(column, column) for column in header[len(varied) :]]
+        all_fields = {*common, *varied}
+        names = {f"epoch_{name}": name for name in all_fields}  # the columns of numbers that share a name with a field
+        numbers = [names.get(column, column) for column in header[len(varied) :]]
         if header[: len(varied)] != varied or len(set(header)) < len(header) or "epoch" not in numbers:
             raise ValueError(f"its first line should begin with {','.join(varied)},epoch")
         for line, cells in enumerate(rows, 2):
@@ -192,20 +198,22 @@ def _read_csv(path: Path, common: dict[str, Any], varied: list[str]) -> dict[Rec
             if not blocks or blocks[-1][1] != setting or record.get("epoch") == 1:
                 blocks.append((line, setting, []))
             blocks[-1][2].append(record)
-    runs: dict[Recipe, Records] = {}
+    runs: dict[Config, Records] = {}
     for line, setting, records in blocks:
         own = {
-            name: cell if _is_text(name) else _parsed(cell, line) for name, cell in zip(varied, setting, strict=True)
+            name: cell if _is_text(name, all_fields) else _parsed(cell, line)
+            for name, cell in zip(varied, setting, strict=True)
         }
         try:
-            recipe = Recipe.from_dict({**common, **own})
+            recipe = read_config({**common, **own})
         except ValueError as error:
             raise ValueError(f"line {line}: {error}") from error
         if recipe in runs:
             raise ValueError(f"line {line} starts a run for the second time")
         check_records(path, records, recipe.epochs, line)
         if state_after(records, recipe.epochs) == "unfinished":
-            raise ValueError(f"the run at line {line} ends after epoch {len(records)} of {recipe.epochs}")
+            planned = f" of {recipe.epochs}" if recipe.epochs else ", which is not its last"
+            raise ValueError(f"the run at line {line} ends after epoch {len(records)}{planned}")
         runs[recipe] = tuple(records)
     return runs
 
@@ -217,8 +225,11 @@ def _parsed(cell: str, line: int) -> Any:
         raise ValueError(f"line {line} has a cell that is not a number") from None
 
 
+def _is_text(name: str, all_fields: Collection[str]) -> bool:
+    """Whether a field holds text, which is written without quotes: of an experiment's, only the norm surely does."""
+    return name == "norm" if "experiment" in all_fields else name in _texts()
+
+
 @functools.cache
-def _is_text(name: str) -> bool:
-    """Whether a recipe's field holds text, which is written without quotes."""
-    kind = get_type_hints(Recipe)[name]
-    return kind is str or get_origin(kind) is Literal
+def _texts() -> set[str]:
+    return {name for name, kind in get_type_hints(Recipe).items() if kind is str or get_origin(kind) is Literal}

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from balnorm.console import printable
-from balnorm.norms import NORMS
 from balnorm.study.figures import Figure, Panel
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def _draw(panel: Panel, axes: Axes, figure: Figure) -> None:
         axes.xaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
     for curve in panel.curves:
-        look = NORMS[curve.norm].style
+        look = figure.styles[curve.norm]
         median, low, high = (np.array(values, float) for values in (curve.median, curve.low, curve.high))  # None: nan
         marker = "o" if figure.key.startswith("by-") or len(curve.x) == 1 else ""
         axes.plot(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from balnorm.errors import one_line
 from balnorm.norms import NORMS
-from balnorm.study.figures import Figure, figures
+from balnorm.study.figures import Figure, figures, styles_of
+from balnorm.study.metrics import change, is_share, lower_is_better, shown, worst
 from balnorm.study.plots import FORMATS, figure_files
 from balnorm.study.results import Results, Setting, read_results
 from balnorm.study.statistics import Differences, Spread, differences_to, final_spread, levels
@@ -44,7 +45,8 @@ def write_report(
     out: str | Path,
     *,
     title: str | None = None,
-    baseline: str = "batchnorm",
+    baseline: str | None = None,
+    metric: str | None = None,
     reach: Sequence[float] = (),
     formats: Sequence[str] = FORMATS,
 ) -> Report:
@@ -54,20 +56,27 @@ def write_report(
         folders: folders of studies or runs, which may still be running.
         out: receives ``index.html``, the figures, and each table as CSV, Markdown and LaTeX.
         title: the page's title; by default, the names of the recipes.
-        baseline: the normalisation that the others are compared with.
-        reach: test accuracies between 0 and 1: report the epochs it took to reach them; by default, some near the best.
+        baseline: the normalisation that the others are compared with: by default batchnorm, or the first norm of an
+            experiment without it.
+        metric: the metric that leads; by default, the study's own.
+        reach: values of that metric: report the epochs it took to reach them; by default, some near the best.
         formats: file formats of the figures.
     """
     if unknown := [kind for kind in formats if kind not in FORMATS]:
         raise ValueError(f"formats must be of {', '.join(FORMATS)}, got {', '.join(unknown)}")
-    if baseline not in NORMS:
-        raise ValueError(f"baseline must be one of {', '.join(NORMS)}, got {baseline!r}")
-    if any(not 0 < level < 1 for level in reach):
-        raise ValueError(f"reach takes accuracies between 0 and 1, such as 0.9, got {', '.join(map(str, reach))}")
-    results = read_results(folders)
+    results = read_results(folders, metric)
     if not results.runs:
         because = f" ({results.problems[0]})" if results.problems else ""
         raise ValueError(f"there is no run in {', '.join(map(str, folders))}{because}")
+    if baseline not in (None, *NORMS, *results.norms):
+        raise ValueError(
+            f"baseline must be one of {', '.join(dict.fromkeys([*results.norms, *NORMS]))}, got {baseline!r}"
+        )
+    if any(not 0 < level < 1 for level in reach) and is_share(results.metric):
+        raise ValueError(f"reach takes accuracies between 0 and 1, such as 0.9, got {', '.join(map(str, reach))}")
+    if baseline is None:
+        own = "batchnorm" not in results.norms and not all(isinstance(run.recipe, Recipe) for run in results.runs)
+        baseline = results.norms[0] if own else "batchnorm"
     out, problems = Path(out), list(results.problems)
     compared = differences_to(results, baseline)
     tables = study_tables(results, sorted(reach) or levels(results), compared)
@@ -86,7 +95,9 @@ def write_report(
         figures=drawn,
         charts=[asdict(figure) for figure, _ in drawn],
         tables=tables,
-        styles=[{"norm": n, **asdict(NORMS[n].style)} for n in dict.fromkeys(s.norm for s in results.by_setting)],
+        styles=[{"norm": norm, **asdict(style)} for norm, style in styles_of(results.norms).items()],
+        metrics=[(name, label) for name, (_, label) in results.metrics.items()][:2],
+        shown=shown,
         runs=[(run, _link(run.source, out)) for run in results.runs],
         hyperparameters=_hyperparameters(results),
         environments=results.environments,
@@ -107,9 +118,8 @@ def write_report(
 
 _PAGE, _MARK = "index.html", b'<meta name="generator" content="balnorm report">'
 _TABLES = {"csv": as_csv, "md": as_markdown, "tex": as_latex}
-_FIGURES = ["accuracy", "loss", "training-loss", *(f"by-{field.name.replace('_', '-')}" for field in fields(Recipe))]
-_OURS = {f"{key}.{kind}" for key in _FIGURES for kind in FORMATS}
-_OURS |= {f"{key}.{kind}" for key in ("results", "differences", "cost") for kind in _TABLES}
+_OURS = {f"{key}.{kind}" for key in ("results", "differences", "cost") for kind in _TABLES}
+_FIGURE = re.compile(rf'href="([\w-]+\.(?:{"|".join(FORMATS)}))"')
 
 
 def _write(out: Path, contents: Mapping[str, bytes]) -> None:
@@ -117,7 +127,9 @@ def _write(out: Path, contents: Mapping[str, bytes]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     stale: set[str] = set()
     with contextlib.suppress(OSError):
-        stale = _OURS - contents.keys() if _MARK in regular(out / _PAGE).read_bytes()[:2000] else set()
+        before = regular(out / _PAGE).read_bytes()
+        if _MARK in before[:2000]:
+            stale = {*_OURS, *_FIGURE.findall(before.decode(errors="replace"))} - contents.keys()
     errors = []
     for name in [*contents, *stale]:
         path = out / name
@@ -139,12 +151,15 @@ def _write(out: Path, contents: Mapping[str, bytes]) -> None:
 
 def summarize(results: Results, differences: Differences) -> list[str]:
     """The outcome in sentences."""
-    spreads = {setting: found for setting, runs in results.by_setting.items() if (found := final_spread(runs))}
-    ranked = sorted(spreads.items(), key=lambda pair: -pair[1].median)
+    metric = results.metric
+    spreads = {setting: found for setting, runs in results.by_setting.items() if (found := final_spread(runs, metric))}
+    ranked = sorted(spreads.items(), key=lambda pair: pair[1].median, reverse=not lower_is_better(metric))
     sentences = _ranking(results, ranked)
-    compared, baseline = _compared(differences), differences.baseline
+    everything = "balnorm" not in results.norms
+    compared, baseline = _compared(differences, everything), differences.baseline
     if (
         not compared
+        and not everything
         and baseline != "balnorm"
         and len({setting.norm for setting in results.by_setting} | {baseline, "balnorm"}) > 2
     ):
@@ -158,49 +173,54 @@ def summarize(results: Results, differences: Differences) -> list[str]:
 
 
 def _ranking(results: Results, ranked: list[tuple[Setting, Spread]]) -> list[str]:
-    """The settings with the highest accuracy, and the six after them."""
+    """The best settings, and the six after them."""
     if not ranked:
         return []
-    first, best = ranked[0]
+    (first, best), metric = ranked[0], results.metric
     diverged = {setting: any(run.state == "diverged" for run in results.by_setting[setting]) for setting, _ in ranked}
-    if best.median == 0.0 and all(diverged.values()):
+    if best.median == worst(metric) and all(diverged.values()):
         return ["Every setting diverged in half of its runs or more."]
     leaders = [str(setting) for setting, found in ranked if found.median == best.median]
-    alike, spread = (", alike", "") if len(leaders) > 1 else ("", f"quartiles {best.low:.2%} to {best.high:.2%}, ")
-    epochs = _many(results.by_setting[first][0].recipe.epochs, "epoch")
+    quartiles = f"quartiles {shown(metric, best.low)} to {shown(metric, best.high)}, "
+    alike, spread = (", alike", "") if len(leaders) > 1 else ("", quartiles)
+    epochs, seeds = _many(max(run.epochs for run in results.by_setting[first]), "epoch"), _many(best.n, "seed")
     sentence = (
-        f"{' and '.join(leaders)} came out highest{alike}: a median test accuracy of {best.median:.2%} after {epochs} "
-        f"({spread}{_many(best.n, 'seed')})."
+        f"{' and '.join(leaders)} came out {'lowest' if lower_is_better(metric) else 'highest'}{alike}: a median "
+        f"{results.metrics[metric][1]} of {shown(metric, best.median)} after {epochs} ({spread}{seeds})."
     )
     rest = ranked[len(leaders) :]
     others = [
-        f"{setting} " + ("diverged" if found.median == 0.0 and diverged[setting] else f"{found.median:.2%}")
-        for setting, found in rest
+        f"{each} " + ("diverged" if found.median == worst(metric) and diverged[each] else shown(metric, found.median))
+        for each, found in rest
     ]
     more = f" and {len(others) - 6} more" if len(others) > 6 else ""
     return [sentence, f"Then {', '.join(others[:6])}{more}."] if others else [sentence]
 
 
-def _compared(differences: Differences) -> list[str]:
+def _compared(differences: Differences, everything: bool) -> list[str]:
     """BalNorm against the baseline, if the study has both: a sentence per pair, or one for all if there are many.
 
-    Where BalNorm is the baseline, all others against it.
+    Everything against it if BalNorm is the baseline, or in no run.
     """
-    baseline, sentences = differences.baseline, []
-    pairs = {setting: it for setting, it in differences.by_setting.items() if "balnorm" in (setting.norm, baseline)}
+    baseline, metric, sentences = differences.baseline, differences.metric, []
+    everything = everything or baseline == "balnorm"
+    pairs = {setting: it for setting, it in differences.by_setting.items() if everything or setting.norm == "balnorm"}
     if len(pairs) > 2:
         ahead, behind = sum(found.low > 0 for found in pairs.values()), sum(found.high < 0 for found in pairs.values())
-        subject = "another setting" if baseline == "balnorm" else "balnorm"
+        if lower_is_better(metric):
+            ahead, behind = behind, ahead
+        subject = "another setting" if everything else "balnorm"
         return [
             f"Seed by seed, {subject} is ahead of {baseline} in {ahead} of {len(pairs)} such pairs of settings and "
             f"behind in {behind}, counting only 95% intervals that exclude 0."
         ]
     for setting, found in pairs.items():
-        text = f"Seed by seed, {setting} is {100 * found.median:+.2f} points from {baseline} (median of "
+        points = " points" * is_share(metric)
+        text = f"Seed by seed, {setting} is {change(metric, found.median)}{points} from {baseline} (median of "
         text += _many(found.n, "seed")
-        if math.isfinite(found.low):
+        if found.interval:
             verdict = "which does not exclude 0" if found.low <= 0 <= found.high else "which excludes 0"
-            text += f", 95% interval {100 * found.low:+.2f} to {100 * found.high:+.2f}, {verdict}"
+            text += f", 95% interval {change(metric, found.low)} to {change(metric, found.high)}, {verdict}"
         sentences.append(f"{text}).")
     return sentences
 
@@ -236,10 +256,9 @@ def _link(path: Path, out: Path) -> str:
 def _hyperparameters(results: Results) -> list[tuple[str, str]]:
     """Every field of the recipes with its value or values."""
     rows = []
-    for field in fields(Recipe):
-        values = list(dict.fromkeys(repr(getattr(run.recipe, field.name)).strip("'") for run in results.runs))
-        shown = ", ".join(values[:12]) + (f" and {len(values) - 12} more" if len(values) > 12 else "")
-        rows.append((field.name, shown))
+    for name in dict.fromkeys(name for run in results.runs for name in run.recipe.fields):
+        values = list(dict.fromkeys(repr(run.recipe.fields.get(name)).strip("'") for run in results.runs))
+        rows.append((name, ", ".join(values[:12]) + (f" and {len(values) - 12} more" if len(values) > 12 else "")))
     return rows
 
 

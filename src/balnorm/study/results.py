@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 
 from balnorm.errors import one_line, shortened
 from balnorm.norms import NORMS
+from balnorm.study.metrics import leading, metric_names
 from balnorm.study.packed import METRICS, STUDY, Packed, Records, command_line, read_packed, varied_fields
 from balnorm.training.config import Recipe
+from balnorm.training.experiment import Config
 from balnorm.training.files import parse_json, regular
-from balnorm.training.run import Run, RunError, State, state_after
+from balnorm.training.run import RESERVED, Run, RunError, State, state_after
 
 __all__ = ["Result", "Results", "Setting", "read_results", "settings_of"]
 
-_OURS = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "report", "error.txt"}
+_OURS = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "report", "error.txt", "files"}
 _OURS |= {"checkpoint.pt", "checkpoint.pt.previous", "checkpoint.pt.damaged"}
 
 
@@ -36,9 +38,12 @@ class Setting:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Where to list it: numbers by size, then other values by name, then norms in the order of their list."""
+        """Where to list it: numbers by size, then other values by name, then norms in the order of their list.
+
+        Norms of the user's own follow by name.
+        """
         values = [(0, v, "") if isinstance(v, int | float) else (1, 0, str(v)) for _, v in self.varied]
-        return (*values, list(NORMS).index(self.norm))
+        return (*values, [*NORMS, self.norm].index(self.norm), self.norm)
 
     def __str__(self) -> str:
         return f"{self.norm} {self.variation}".strip()
@@ -50,7 +55,7 @@ class Result:
 
     folder: Path
     """Its own folder, or that of the packed study that contains it."""
-    recipe: Recipe
+    recipe: Config
     setting: Setting
     state: State = "new"
     lines: Records = ()
@@ -76,6 +81,16 @@ class Result:
     def records(self) -> Records:
         """The metrics of each epoch; those of a diverged run end before it diverged."""
         return tuple(line for line in self.lines if not line.get("diverged"))
+
+    @property
+    def metric(self) -> str:
+        """The metric that leads, if it is known yet."""
+        return leading([name for name in (*self.records, {})[0] if name not in RESERVED], self.recipe.metric)
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs it has, or has had so far where that is not known."""
+        return self.recipe.epochs or len(self.lines)
 
     def now(self) -> Result:
         """The run as its folder is now. If its metrics cannot be read, it counts as failed."""
@@ -110,6 +125,27 @@ class Results:
     problems: tuple[str, ...]
     packed_commands: tuple[str, ...] = ()
     starts: tuple[Start, ...] = ()
+    wanted: str | None = None
+    """The metric that leads, unless it is the study's own."""
+
+    @functools.cached_property
+    def metrics(self) -> dict[str, tuple[str, str]]:
+        """The metrics to report, the leading one first: each with the name of its figure and its own in words."""
+        names = dict.fromkeys(name for run in self.runs for name in (*run.records, {})[0] if name not in RESERVED)
+        first = self.wanted or next((run.metric for run in self.runs if run.metric), "")
+        found = metric_names(names, first, recipes=all(isinstance(run.recipe, Recipe) for run in self.runs))
+        if self.wanted not in (None, *found):
+            raise ValueError(f"metric must be one of {', '.join(found) or 'those measured'}, got {self.wanted!r}")
+        return found
+
+    @property
+    def metric(self) -> str:
+        """The metric that leads; empty before anything was measured."""
+        return next(iter(self.metrics), "")
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(setting.norm for setting in self.by_setting))
 
     @property
     def commands(self) -> tuple[str, ...]:
@@ -141,21 +177,21 @@ class Results:
         return Packed({run.recipe: run.lines for run in runs}, origin.commands, origin.environments)
 
 
-def settings_of(recipes: Sequence[Recipe]) -> list[Setting]:
+def settings_of(recipes: Sequence[Config]) -> list[Setting]:
     """The setting of each recipe.
 
     A field that follows from others, such as a learning rate chosen for each batch size, is left out.
     """
 
     def combinations(names: Sequence[str]) -> int:
-        return len({repr([getattr(recipe, name) for name in names]) for recipe in recipes})
+        return len({repr([recipe.fields.get(name) for name in names]) for recipe in recipes})
 
     varying = varied_fields(recipes)
     for name in reversed(list(varying)):
         others = [other for other in varying if other != name]
         if combinations(others) == combinations(varying):
             varying = others
-    return [Setting(recipe.norm, tuple((name, getattr(recipe, name)) for name in varying)) for recipe in recipes]
+    return [Setting(recipe.norm, tuple((name, recipe.fields.get(name)) for name in varying)) for recipe in recipes]
 
 
 def text_of(value: Any) -> str:
@@ -163,8 +199,8 @@ def text_of(value: Any) -> str:
     return "+".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def read_results(folders: Iterable[str | Path]) -> Results:
-    """Read every run below the folders. Skips what cannot be read, and says so."""
+def read_results(folders: Iterable[str | Path], metric: str | None = None) -> Results:
+    """Read every run below the folders. Skips what cannot be read, and says so. ``metric`` leads, if given."""
     reader = _Reader()
     for folder in dict.fromkeys(map(Path, folders)):
         if not folder.is_dir():
@@ -172,14 +208,14 @@ def read_results(folders: Iterable[str | Path]) -> Results:
         reader.read(folder)
     settings = settings_of([run.recipe for run in reader.runs.values()])
     runs = [replace(run, setting=each) for run, each in zip(reader.runs.values(), settings, strict=True)]
-    return Results(tuple(runs), tuple(reader.problems), tuple(reader.packed_commands), tuple(reader.starts))
+    return Results(tuple(runs), tuple(reader.problems), tuple(reader.packed_commands), tuple(reader.starts), metric)
 
 
 class _Reader:
     """Collects the runs below folders, each once, whatever links lead there."""
 
     def __init__(self) -> None:
-        self.runs: dict[Recipe, Result] = {}
+        self.runs: dict[Config, Result] = {}
         self.problems: list[str] = []
         self.packed_commands: list[str] = []
         self.starts: list[Start] = []

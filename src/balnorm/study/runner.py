@@ -13,6 +13,7 @@ from balnorm.study.executors import Executor, LocalExecutor, Resources, StudyErr
 from balnorm.study.results import Result
 from balnorm.text_table import text_table
 from balnorm.training.config import Recipe
+from balnorm.training.experiment import Config, Experiment, load_function
 from balnorm.training.processor import check_precision
 from balnorm.training.run import Run
 
@@ -34,8 +35,8 @@ def run_study(runs: Sequence[Result], executor: Executor, show: bool = True) -> 
         raise StudyError(f"two runs have the folder {twice[0]}")
     waiting = [run for run in runs if not run.ended]
     if waiting:
-        fields = ("data", "image_size", "precision", "batch_size", "padding", "train_limit", "test_limit")
-        kinds = {tuple(getattr(run.recipe, name) for name in fields): run.recipe for run in waiting}
+        fields = ("data", "image_size", "precision", "batch_size", "padding", "train_limit", "test_limit", "experiment")
+        kinds = {tuple(run.recipe.fields.get(name) for name in fields): run.recipe for run in waiting}
         executor.call(_check_machine, list(kinds.values()), executor.resources)
         waiting[0].folder.parent.mkdir(parents=True, exist_ok=True)
     ended: list[Result] = []
@@ -76,13 +77,19 @@ def dry_run(runs: Sequence[Result], jobs: int, resources: Resources) -> str:
     rows, total = [], 0.0
     for setting in dict.fromkeys(run.setting for run in waiting):
         chosen = [run for run in waiting if run.setting == setting]
-        epochs = sum(run.recipe.epochs - len(run.lines) for run in chosen)
+        if isinstance(chosen[0].recipe, Experiment):  # whose epochs cannot be cut short
+            rows.append([str(setting), str(len(chosen))])
+            continue
+        epochs = sum(run.epochs - len(run.lines) for run in chosen)
         seconds = executor.call(_measured, chosen[0].recipe, resources)
         rows.append([str(setting), str(len(chosen)), str(epochs), clock(seconds), clock(epochs * seconds)])
         total += epochs * seconds
     jobs = max(1, min(jobs, len(waiting)))
-    table = text_table(["setting", "runs to do", "epochs", "an epoch", "all"], rows) + "\n\n" if rows else ""
+    header = ["setting", "runs to do", "epochs", "an epoch", "all"]
+    table = text_table(header[: len(rows[0])], rows) + "\n\n" if rows else ""
     at_once = f", {jobs} at a time" if jobs > 1 else ""
+    if rows and not total:
+        return f"{table}{len(waiting)} of {len(runs)} runs to do{at_once}"
     threads = f"{resources.threads} thread{'s' if resources.threads > 1 else ''}"
     return (
         f"{table}{len(waiting)} of {len(runs)} runs to do{at_once}: about {clock(total / jobs)} on this machine, "
@@ -95,13 +102,16 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _check_machine(recipes: Sequence[Recipe], resources: Resources) -> None:
-    """In a process of its own: raise an error if the device, the processor or the data is unsuitable."""
+def _check_machine(recipes: Sequence[Config], resources: Resources) -> None:
+    """In a process of its own: raise an error if the device, the processor, the data or a function is unsuitable."""
     from balnorm.training.images import make_loaders
     from balnorm.training.processes import processes
 
     with processes(resources.device) as team:
         for recipe in recipes:
+            if isinstance(recipe, Experiment):
+                load_function(resources.file, recipe.function)
+                continue
             check_precision(recipe.precision, team.device.type)
             make_loaders(recipe, team, resources.root)
 

@@ -1,6 +1,6 @@
 """Statistics over runs: medians, quartiles, differences. This module knows nothing of figures.
 
-From the epoch in which a run diverges, it counts as worse than any other: accuracy 0 and infinite loss. Leaving it out
+From the epoch in which a run diverges, it counts as worse than any other: accuracy 0, infinite loss. Leaving it out
 would make a method that diverges half of the time look as good as one that never does.
 """
 
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from balnorm.study.metrics import is_share, lower_is_better, worst
 from balnorm.study.results import Result, Results, Setting
 
 __all__ = [
     "Difference", "Differences", "Spread", "difference", "differences_to", "epochs_to_reach", "final", "final_spread",
-    "levels", "probability_of_improvement", "quantile", "spread", "values_by_epoch", "worst",
+    "levels", "probability_of_improvement", "quantile", "spread", "values_by_epoch",
 ]  # fmt: skip
 
 
@@ -42,13 +43,20 @@ class Difference:
     n: int
     """How many seeds both have."""
 
+    @property
+    def interval(self) -> bool:
+        """Whether there are enough seeds for an interval."""
+        return self.n >= 5
+
 
 def quantile(values: Collection[float], q: float) -> float:
     """Interpolates linearly, as numpy does, but handles infinite values correctly."""
     ordered = sorted(values)
     place = q * (len(ordered) - 1)
     below, above, part = ordered[math.floor(place)], ordered[math.ceil(place)], place % 1
-    return below if below == above else below * (1 - part) + above * part
+    if below == above or part == 0:
+        return below
+    return 0.0 if below == -math.inf and above == math.inf else below * (1 - part) + above * part
 
 
 def spread(values: Collection[float]) -> Spread | None:
@@ -59,18 +67,14 @@ def spread(values: Collection[float]) -> Spread | None:
     return Spread(median, low, high, len(values))
 
 
-def worst(name: str) -> float:
-    """The value that a diverged run counts with."""
-    return 0.0 if name.endswith("accuracy") else math.inf
-
-
 def values_by_epoch(runs: Sequence[Result], name: str) -> dict[int, Spread]:
     """A metric by epoch, over all runs that have reached it."""
     columns: dict[int, list[float]] = {}
+    last = max((run.epochs for run in runs), default=0)
     for run in runs:
-        values = [record[name] for record in run.records]
+        values = [record[name] for record in run.records if name in record]
         if run.state == "diverged":
-            values += [worst(name)] * (run.recipe.epochs - len(values))
+            values += [worst(name)] * (last - len(values))
         for epoch, value in enumerate(values, 1):
             columns.setdefault(epoch, []).append(value)
     return {epoch: found for epoch in sorted(columns) if (found := spread(columns[epoch]))}
@@ -78,29 +82,40 @@ def values_by_epoch(runs: Sequence[Result], name: str) -> dict[int, Spread]:
 
 def final(runs: Sequence[Result], name: str) -> dict[int, float]:
     """The metric after the last epoch, by seed, for the runs that have ended."""
-    values = {run.recipe.seed: run.records[-1][name] for run in runs if run.state == "finished"}
+    ended = [run for run in runs if run.state == "finished" and name in run.records[-1]]
+    values = {run.recipe.seed: run.records[-1][name] for run in ended}
     return values | {run.recipe.seed: worst(name) for run in runs if run.state == "diverged"}
 
 
-def final_spread(runs: Sequence[Result], name: str = "test_accuracy") -> Spread | None:
+def final_spread(runs: Sequence[Result], name: str) -> Spread | None:
     """The spread of a metric after the last epoch."""
     return spread(final(runs, name).values())
 
 
-def epochs_to_reach(runs: Sequence[Result], accuracy: float) -> list[float]:
-    """For each run that has ended, the first epoch with this test accuracy; infinite if there is none."""
+def epochs_to_reach(runs: Sequence[Result], level: float, name: str = "test_accuracy") -> list[float]:
+    """For each run that has ended, the first epoch in which the metric was as good; infinite if there is none."""
+
+    def reached(value: float) -> bool:
+        return value <= level if lower_is_better(name) else value >= level
+
     return [
-        next((float(r["epoch"]) for r in run.records if r["test_accuracy"] >= accuracy), math.inf)
+        next((float(r["epoch"]) for r in run.records if name in r and reached(r[name])), math.inf)
         for run in runs
         if run.ended
     ]
 
 
 def levels(results: Results) -> list[float]:
-    """Accuracies to report the epochs for: about 75%, 90% and 97% of the best median, in whole percents."""
-    spreads = map(final_spread, results.by_setting.values())
-    best = max((found.median for found in spreads if found), default=0.0)
-    return sorted({math.floor(100 * best * part) / 100 for part in (0.75, 0.9, 0.97)} - {0.0})
+    """Values to report the epochs for: about 75%, 90% and 97% of the best median, shares in whole percents."""
+    name = results.metric
+    medians = [found.median for runs in results.by_setting.values() if (found := final_spread(runs, name))]
+    best = (min if lower_is_better(name) else max)(medians, default=0.0)
+    if not 0 < best < math.inf:
+        return []
+    if is_share(name):
+        return sorted({math.floor(100 * best * part) / 100 for part in (0.75, 0.9, 0.97)} - {0.0})
+    parts = [best / part if lower_is_better(name) else best * part for part in (0.75, 0.9, 0.97)]
+    return list(dict.fromkeys(float(f"{part:.2g}") for part in parts))
 
 
 @dataclass(frozen=True)
@@ -108,36 +123,43 @@ class Differences:
     """How the settings of a study differ from the baseline norm with all else equal."""
 
     baseline: str
+    metric: str
     by_setting: dict[Setting, Difference]
 
 
 def differences_to(results: Results, baseline: str) -> Differences:
-    """The difference in final test accuracy for every setting with a counterpart that has the baseline norm."""
-    found = {}
+    """The difference in the final leading metric for every setting with a counterpart that has the baseline norm."""
+    found, metric = {}, results.metric
     for setting, runs in results.by_setting.items():
         others = results.by_setting.get(Setting(baseline, setting.varied), [])
-        ours, theirs = (final(each, "test_accuracy") for each in (runs, others))
-        if setting.norm != baseline and (one := difference(ours, theirs)):
+        ours, theirs = (final(each, metric) for each in (runs, others))
+        if setting.norm != baseline and (one := difference(ours, theirs, lower_is_better(metric))):
             found[setting] = one
-    return Differences(baseline, found)
+    return Differences(baseline, metric, found)
 
 
-def difference(ours: dict[int, float], theirs: dict[int, float]) -> Difference | None:
+def difference(ours: dict[int, float], theirs: dict[int, float], lower: bool = False) -> Difference | None:
     """Ours minus theirs for the seeds that both have: the median, with a 95% percentile bootstrap over seeds.
 
     Of fewer than five seeds the interval is infinite: the median of so few, drawn again, is too often on one side of 0
-    by chance (in one of four cases with three seeds, where there is no difference).
+    by chance (in one of four cases with three seeds, where there is no difference). If both runs of a seed diverged,
+    they are level. ``lower`` means that a lower value wins.
     """
     seeds = sorted(ours.keys() & theirs.keys())
     if not seeds:
         return None
-    each = np.array([ours[seed] - theirs[seed] for seed in seeds])
-    low, high = -math.inf, math.inf
+    each = np.array([0.0 if ours[seed] == theirs[seed] else ours[seed] - theirs[seed] for seed in seeds])
+    median, low, high = quantile(each.tolist(), 0.5), -math.inf, math.inf
     if len(seeds) >= 5:
         draws = np.random.default_rng(0).integers(len(seeds), size=(10_000, len(seeds)))
-        low, high = map(float, np.quantile(np.median(each[draws], axis=1), [0.025, 0.975]))
-    improvement = probability_of_improvement([ours[s] for s in seeds], [theirs[s] for s in seeds])
-    return Difference(float(np.median(each)), low, high, improvement, len(seeds))
+        if np.isfinite(each).all():
+            low, high = map(float, np.quantile(np.median(each[draws], axis=1), [0.025, 0.975]))
+        else:  # which numpy would turn into NaN
+            medians = [quantile(drawn, 0.5) for drawn in each[draws].tolist()]
+            low, high = quantile(medians, 0.025), quantile(medians, 0.975)
+    better = (theirs, ours) if lower else (ours, theirs)
+    improvement = probability_of_improvement(*([values[seed] for seed in seeds] for values in better))
+    return Difference(median, low, high, improvement, len(seeds))
 
 
 def probability_of_improvement(ours: Sequence[float], theirs: Sequence[float]) -> float:

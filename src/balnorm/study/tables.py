@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from balnorm.study.metrics import change, is_share, number, worst
 from balnorm.study.results import Result, Results
-from balnorm.study.statistics import Difference, Differences, Spread, epochs_to_reach, final_spread, spread, worst
+from balnorm.study.statistics import Difference, Differences, Spread, epochs_to_reach, final_spread, spread
 from balnorm.text_table import text_table
 
 __all__ = ["Cell", "Table", "as_csv", "as_latex", "as_markdown", "as_text", "study_tables"]
@@ -37,33 +38,34 @@ class Table:
         return [[cell.text for cell in row] for row in self.rows]
 
 
-_DECIDE_THE_COST = ("processor", "gpu", "threads", "backend", "torch", "balnorm")
+_DECIDE_THE_COST = ("processor", "gpu", "threads", "backend", "torch", "balnorm", "file")
 
 
 def study_tables(results: Results, levels: Sequence[float], differences: Differences) -> list[Table]:
     """Final results, differences to the baseline if there are any, and cost."""
     machines = {tuple(machine.get(name) for name in _DECIDE_THE_COST) for machine in results.environments}
+    metric, (_, quantity) = results.metric, results.metrics.get(results.metric, ("", ""))
     mixed = " They come from several machines or versions: compare them with care." if len(machines) > 1 else ""
     tables = {
         "results": (
             "Results after the last epoch",
             "After the last epoch: median (quartiles) over n runs. Runs that diverged count, as worse than any other; "
             "failed and unfinished ones do not.",
-            {setting: _final_row(runs) for setting, runs in results.by_setting.items()},
+            {setting: _final_row(runs, results) for setting, runs in results.by_setting.items()},
         ),
         "differences": (
             f"Difference to {differences.baseline}, seed by seed",
-            f"Test accuracy after the last epoch minus that of {differences.baseline} with the same seed and all else "
-            "alike: the median in percentage points, with a bootstrap interval over seeds; and how often a run beats "
-            "one of the baseline, over all pairs.",
-            {setting: _difference_row(found) for setting, found in differences.by_setting.items()},
+            f"{quantity.capitalize()} after the last epoch minus that of {differences.baseline} with the same seed and "
+            f"all else alike: the median{' in percentage points' * is_share(metric)}, with a bootstrap interval over "
+            "seeds; and how often a run beats one of the baseline, over all pairs.",
+            {setting: _difference_row(found, metric) for setting, found in differences.by_setting.items()},
         ),
         "cost": (
             "Speed and memory",
-            "Median (quartiles). The epochs are those until the test accuracy was first reached. Times are those of "
+            f"Median (quartiles). The epochs are those until the {quantity} was first reached. Times are those of "
             "the runs, with whatever else the machine did; peak memory is that of the whole process, or of the GPU."
             + mixed,
-            {setting: _cost_row(runs, levels) for setting, runs in results.by_setting.items()},
+            {setting: _cost_row(runs, levels, metric) for setting, runs in results.by_setting.items()},
         ),
     }
     made = []
@@ -116,30 +118,31 @@ _LATEX = str.maketrans(
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _final_row(runs: Sequence[Result]) -> dict[str, Cell]:
+def _final_row(runs: Sequence[Result], results: Results) -> dict[str, Cell]:
     states = [run.state for run in runs]
-    accuracy = final_spread(runs)
-    # A median of 0 is that of diverged runs, if there are any.
-    diverged = worst("test_accuracy") if "diverged" in states else math.inf
+
+    def cell(name: str) -> Cell:
+        # A median of 0 is that of diverged runs, if there are any.
+        bad = worst(name) if "diverged" in states else math.nan
+        return _spread(name, final_spread(runs, name), ".2f" if is_share(name) else None, bad)
+
     return {
-        "n": Cell(str(n := accuracy.n if accuracy else 0), {"n": n}),
-        "test accuracy, %": _spread("test_accuracy", accuracy, ".2f", scale=100, bad=diverged),
-        "test loss": _spread("test_loss", final_spread(runs, "test_loss"), ".3f"),
-        "training loss": _spread("train_loss", final_spread(runs, "train_loss"), ".3f"),
+        "n": Cell(str(n := states.count("finished") + states.count("diverged")), {"n": n}),
+        **{label + ", %" * is_share(name): cell(name) for name, (_, label) in results.metrics.items()},
         "diverged": _count("diverged", states.count("diverged")),
         "failed": _count("failed", states.count("failed")),
         "unfinished": _count("unfinished", states.count("unfinished") + states.count("new")),
     }
 
 
-def _difference_row(found: Difference) -> dict[str, Cell]:
+def _difference_row(found: Difference, metric: str) -> dict[str, Cell]:
     interval = Cell("too few seeds", {"difference_low": None, "difference_high": None})
-    if math.isfinite(found.low):
-        text = f"{100 * found.low:+.2f} to {100 * found.high:+.2f}"
+    if found.interval:
+        text = f"{change(metric, found.low)} to {change(metric, found.high)}"
         interval = Cell(text, {"difference_low": found.low, "difference_high": found.high})
     return {
         "seeds": _count("seeds", found.n),
-        "difference, points": Cell(f"{100 * found.median:+.2f}", {"difference": found.median}),
+        "difference" + ", points" * is_share(metric): Cell(change(metric, found.median), {"difference": found.median}),
         "95% interval": interval,
         "probability of improvement": Cell(
             f"{found.improvement:.2f}", {"probability_of_improvement": found.improvement}
@@ -147,15 +150,19 @@ def _difference_row(found: Difference) -> dict[str, Cell]:
     }
 
 
-def _cost_row(runs: Sequence[Result], levels: Sequence[float]) -> dict[str, Cell]:
+def _cost_row(runs: Sequence[Result], levels: Sequence[float], metric: str) -> dict[str, Cell]:
     def epochs_to(level: float) -> Cell:
-        return _spread(f"epochs_to_{level:g}", spread(epochs_to_reach(runs, level)), ".3g", called="not reached")
+        reached = spread(epochs_to_reach(runs, level, metric))
+        return _spread(f"epochs_to_{level:g}", reached, ".3g", math.inf, "not reached")
 
     seconds = [record["seconds"] for run in runs for record in run.records]
     memory: list[list[Any]] = [[record.get("peak_memory") for record in run.records] for run in runs]
     peaks = [max(of_run) / 2**20 for of_run in memory if of_run and None not in of_run]
     return {
-        **{f"epochs to {100 * level:g}%": epochs_to(level) for level in levels},
+        **{
+            f"epochs to {f'{100 * level:g}%' if is_share(metric) else f'{level:g}'}": epochs_to(level)
+            for level in levels
+        },
         "seconds an epoch": _spread("seconds_per_epoch", spread(seconds), ".2f"),
         "peak memory, MiB": _spread("peak_memory_mib", spread(peaks), ".0f"),
     }
@@ -165,14 +172,13 @@ def _count(name: str, number: int) -> Cell:
     return Cell(str(number or ""), {name: number})
 
 
-def _spread(
-    name: str, found: Spread | None, form: str, scale: float = 1, bad: float = math.inf, called: str = "diverged"
-) -> Cell:
-    """Median and quartiles, times ``scale`` in the text; a median that is ``bad`` is only called what it means."""
+def _spread(name: str, found: Spread | None, form: str | None, bad: float = math.nan, called: str = "diverged") -> Cell:
+    """Median and quartiles, shares in percent; a median that is ``bad`` is only called what it means."""
     names = (name, f"{name}_low", f"{name}_high")
     if found is None:
         return Cell("", dict.fromkeys(names))
     values = (found.median, found.low, found.high)
-    median, low, high = ("∞" if math.isinf(value) else format(scale * value, form) for value in values)
+    scale = 100 if is_share(name) else 1
+    median, low, high = (number(value, form) if math.isinf(value) else number(scale * value, form) for value in values)
     text = called if found.median == bad else f"{median} ({low}–{high})"  # noqa: RUF001
     return Cell(text, dict(zip(names, values, strict=True)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from balnorm.data.sets import SETS
 from balnorm.models import MODELS
@@ -85,6 +85,17 @@ class Recipe:
     """The size of images from folders."""
     workers: int = 2
     """How many processes decode images from folders."""
+
+    metric: ClassVar[str] = "test_accuracy"
+    """The metric that leads in a report."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All fields by name."""
+        return vars(self)
+
+    def replaced(self, **changes: Any) -> Recipe:
+        return replace(self, **changes)
 
     def check(self) -> None:
         """Raise a ValueError that states what is allowed."""

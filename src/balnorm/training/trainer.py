@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from torch import Tensor
 from balnorm.errors import Stopped
 from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, set_aside
 from balnorm.training.config import Recipe
+from balnorm.training.keep import keep
 from balnorm.training.learner import Learner, sums_of
-from balnorm.training.machine import forget_peak_memory, peak_memory
+from balnorm.training.machine import forget_peak_memory
 from balnorm.training.processes import Processes, processes
 from balnorm.training.progress import Progress
 from balnorm.training.run import Run, RunError
@@ -64,10 +66,9 @@ def train(
     with processes(device) as team, Progress(title, recipe.epochs, show and team.first) as progress:
         trainer = Trainer(recipe, run, team, progress, Path(root), checkpoint_steps, checkpoint_minutes)
         if team.first:
-            run.create(recipe)
-        team.wait()
-        with run.alone() if team.first else contextlib.nullcontext():
-            trainer.fit()
+            keep(run, recipe, trainer.epochs(), team.device, progress.epoch)
+        else:
+            collections.deque(trainer.epochs(), maxlen=0)
         return run.records()
 
 
@@ -117,14 +118,15 @@ class Trainer:
     def finished(self) -> bool:
         return self.at.diverged or self.at.epoch == self.recipe.epochs
 
-    def fit(self) -> None:
+    def epochs(self) -> Generator[dict[str, Any], None, None]:
+        """Train to the end. Yields a record after each epoch, and saves once that is written."""
         if not self.resume():
             self.learner.measure_scales()
         if self.finished:
             self.progress.say(f"{self.run.folder} {'has diverged' if self.at.diverged else 'is finished'}")
             return
         forget_peak_memory(self.team.device)
-        with self.tensorboard() as curves, self.noticing_interrupts():
+        with self.noticing_interrupts():
             while not self.finished:
                 started = time.perf_counter()
                 metrics = self.train_epoch(started)
@@ -133,15 +135,9 @@ class Trainer:
                 diverged = not math.isfinite(metrics.get("test_loss", math.nan))
                 record: dict[str, Any] = {"epoch": self.at.epoch + 1, **({"diverged": True} if diverged else metrics)}
                 record["seconds"] = round(self.at.seconds + time.perf_counter() - started, 3)
-                record["peak_memory"] = peak_memory(self.team.device)
                 self.at = self.start_of(self.at.epoch + 1, diverged)
-                if self.team.first:
-                    self.run.add_record(record)
-                    for name in ("lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy"):
-                        if name in record:
-                            curves.add_scalar(name, record[name], record["epoch"])
+                yield record
                 self.save()
-                self.progress.epoch(record)
 
     def train_epoch(self, started: float) -> dict[str, float]:
         """Train to the end of the current epoch. Returns its metrics, or none if the loss is not finite."""
@@ -245,10 +241,3 @@ class Trainer:
                 signal.signal(signal.SIGINT, notice)
                 afterwards.callback(signal.signal, signal.SIGINT, before)
             yield
-
-    def tensorboard(self) -> contextlib.AbstractContextManager[Any]:
-        if not self.team.first:
-            return contextlib.nullcontext()
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(str(self.run.tensorboard), purge_step=self.at.epoch + 1)
