@@ -52,7 +52,8 @@ def build(draw: random.Random) -> tuple[balnorm.BalNormLayer, torch.Tensor]:
     size = [max(1, n + 1 - 2 * p) + draw.choice([0, 1, 4, 30 // axes]) for n, p in zip(reach, padding, strict=True)]
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     if transposed:
-        geometry["output_padding"] = tuple(draw.randint(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True))
+        most = [max(s, d) - 1 for s, d in zip(stride, dilation, strict=True)]
+        geometry["output_padding"] = tuple(draw.randint(0, n) for n in most)
     else:
         geometry["padding_mode"] = draw.choice(["zeros", "zeros", "zeros", "circular", "replicate"])
     mass = draw.choice(["channel", "position"])

@@ -1,8 +1,8 @@
 """The equations, slowly: float64, plain loops over channels and taps, nothing taken from the package.
 
 `paper_weight` is the paper's "Full case" and "Single pass formulation" to the letter (with n+ a count of positive
-weights: the s_d in its definition is a misprint), for inputs that are not negative. `general_weight` is the general form
-of docs/method.md. All of it is made of differentiable torch scalars, so that training steps can be compared too.
+weights: the s_d in its definition is a misprint), for inputs that are not negative. `general_weight` is the general
+form of docs/method.md. All of it is made of differentiable torch scalars, so that training steps can be compared too.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def balanced_conv(
     centred=False,
     paper=False,
 ):
-    """Output, effective weight, mean and mass of a balanced convolution. Geometry as one number (or pair) for each axis.
+    """Output, effective weight, mean and mass of a balanced convolution. Geometry as one number (or pair) an axis.
 
     x is (N, C, *in), w is (D, C / groups, *kernel), or (C, D / groups, *kernel) if transposed. Under a kernel that is
     larger than the zero-padded image (of a transposed convolution: the output), every tap has the mass of its channel.

@@ -384,7 +384,7 @@ def test_wrong_calls_say_what_is_allowed():
         BF.statistics(torch.rand(3, 4), 1)
     with pytest.raises(ValueError, match="shift must be True, False or 'auto', got 'yes'"):
         BF.bal_conv2d(x, w, shift="yes")
-    with pytest.raises(TypeError, match="a weight must have floating-point numbers to be balanced, got torch.int64"):
+    with pytest.raises(TypeError, match=r"a weight must have floating-point numbers to be balanced, got torch\.int64"):
         BF.bal_conv2d(x, w.long())
     with pytest.raises(ValueError, match=r"expected a bias of shape \(4,\), got \(3,\)"):
         BF.bal_conv2d(x, w, torch.zeros(3))

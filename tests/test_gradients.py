@@ -130,10 +130,10 @@ def _gradients(name, wanted):
     torch.manual_seed(0)
     layer, x = CASES[name].build(), CASES[name].input()
     tensors = {"x": x, "weight": layer.weight, "gain": layer.gain, "bias": layer.bias}
-    for name, tensor in tensors.items():
-        tensor.requires_grad_(name in wanted)
+    for which, tensor in tensors.items():
+        tensor.requires_grad_(which in wanted)
     layer(x).square().sum().backward()
-    return {name: tensor.grad for name, tensor in tensors.items()}
+    return {which: tensor.grad for which, tensor in tensors.items()}
 
 
 def variants(x):

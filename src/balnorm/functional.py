@@ -42,9 +42,9 @@ __all__ = [
 def backend() -> str:
     """What computes the balance of tensors in a CPU's memory, and why: ``"native, ..."`` or ``"torch: ..."``.
 
-    The native kernels are compiled when balnorm is installed, if there is a C compiler; ``BALNORM_BACKEND=torch`` in the
-    environment switches them off. Older torch does not expose its thread pool; the kernels then run single-threaded.
-    Other devices always use torch's own operations.
+    The native kernels are compiled when balnorm is installed, if there is a C compiler; ``BALNORM_BACKEND=torch`` in
+    the environment switches them off. Older torch does not expose its thread pool; the kernels then run
+    single-threaded. Other devices always use torch's own operations.
     """
     return cpu.status()
 
@@ -84,8 +84,8 @@ def statistics(
         **options: ``mass``, ``centred`` (the mass of \|x - mean\|) and the other fields of :class:`Options`.
 
     Returns:
-        Mean and mass, each (1, C, 1, ..., 1) for ``channel``, (1, C, \*kernel_size) for ``position``: they broadcast over
-        the weight. They are float32 or wider, and NaN for an empty batch. Where no input is negative they are equal.
+        Mean and mass, each (1, C, 1, ..., 1) for ``channel``, (1, C, \*kernel_size) for ``position``: they broadcast
+        over the weight. They are float32 or wider, and NaN for an empty batch. If no input is negative they are equal.
 
     Example:
         >>> import torch
@@ -181,8 +181,8 @@ def bal_conv(
 ) -> Tensor:
     r"""Balanced convolution, ``conv(input, w'') + bias - sum w'' mu``, over as many axes as the kernel has.
 
-    w'' is the :func:`balance` of the weight for the input's mass, and mu the input's mean. ``bal_conv1d``, ``bal_conv2d`` and ``bal_conv3d`` are
-    the same function, but check the number of axes.
+    w'' is the :func:`balance` of the weight for the input's mass, and mu the input's mean. ``bal_conv1d``,
+    ``bal_conv2d`` and ``bal_conv3d`` are the same function, but check the number of axes.
 
     Args:
         input: (N, C, \*in) or (C, \*in).

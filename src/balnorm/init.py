@@ -51,8 +51,8 @@ def balanced_normal_(
 def unit_variance_scale(fan_in: float, phases: int = 1, *, centred: bool = False) -> float:
     r"""The output scale that gives outputs of variance 1 for independent inputs.
 
-    Balanced outputs shrink with fan-in, the number of weights that an output element meets. For normal weights, Var(y) =
-    2 pi k / fan_in, where k is the variance of the inputs in units of their squared mass: pi - 1 for rectified
+    Balanced outputs shrink with fan-in, the number of weights that an output element meets. For normal weights,
+    Var(y) = 2 pi k / fan_in, where k is the variance of the inputs in units of their squared mass: pi - 1 for rectified
     Gaussians. With a ``centred`` mass it hardly depends on the input: 1.57 for Gaussians, 1.60 for rectified ones.
 
     The outputs of a transposed convolution fall into as many phases as its stride has steps, each made by weights of

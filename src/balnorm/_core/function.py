@@ -115,13 +115,11 @@ def plain_conv(
     given: Statistics | None,
     call: Call,
 ) -> tuple[Tensor, Statistics]:
-    """A balanced convolution of ``x`` (N, C, *in) in differentiable operations, and the statistics it is balanced for."""
+    """A balanced convolution of ``x`` (N, C, *in) in differentiable operations, and the statistics that it used."""
     geometry, options = call.geometry, call.options
     found = given
     if found is None:
-        found = method.statistics(
-            x, call.samples, geometry, call.kind, centred=options.centred, among=call.among
-        )
+        found = method.statistics(x, call.samples, geometry, call.kind, centred=options.centred, among=call.among)
     gains = gain if scale is None else scale if gain is None else gain * scale
     effective, offset = method.balance(
         weight,
@@ -301,7 +299,9 @@ def _check_shapes(
 def _check_memory(*tensors: Tensor | None) -> None:
     """Refuse tensors that have lost their memory, which torch's own operations do not notice."""
     for tensor in tensors:
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.numel() and not tensor.untyped_storage().nbytes():
+        if tensor is None or type(tensor) not in (Tensor, nn.Parameter):
+            continue
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
             raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} has lost its memory: its storage was resized")
 
 

@@ -111,7 +111,7 @@ class Geometry(NamedTuple):
         return field.to(dtype)
 
     def scatter(self, taps: Tensor, size: Sequence[int]) -> Tensor:
-        """The adjoint of :meth:`gather`: (1, C, *kernel) to (1, C, *in), or to (1, C, 1, ..., 1) where it is constant."""
+        """The adjoint of :meth:`gather`: (1, C, *kernel) to (1, C, *in), or to (1, C, 1, ..., 1) if it is constant."""
         if self.exceeds(size):
             return over_space(taps) / self._steps
         if self.pads_beforehand:
@@ -159,8 +159,8 @@ class Geometry(NamedTuple):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of input, weight and bias; ``None`` where not needed, whatever torch returns there."""
         if self.pads_beforehand:
-            dx, *others = self.padded().convolve_backward(dy, self.pad(x), weight, needs)
-            return None if dx is None else self.pad_adjoint(dx, x.shape[2:]), *others
+            dx, dweight, dbias = self.padded().convolve_backward(dy, self.pad(x), weight, needs)
+            return None if dx is None else self.pad_adjoint(dx, x.shape[2:]), dweight, dbias
         if not self.kernel:
             needs_x, needs_weight, needs_bias = needs
             return (

@@ -15,14 +15,15 @@ The gradient, with t = sum dy over all but the output channel, G = dL/dw'' - t m
 s = sum K v:
 
     dgain = scale s           dmu = -sum_d t w''
-    with the shift:     db = g sum K - g s sum p I     q = db + g s I     dw = (g K - p q) / c     da = -(1 / M) sum_d v q
-    without:            dw = g (K - s p sgn(w) / 2) / c                   da = -(1 / M) sum_d g s |v| / 2
+    with the shift:   db = g sum K - g s sum p I    q = db + g s I    dw = (g K - p q) / c    da = -(1 / M) sum_d v q
+    without:          dw = g (K - s p sgn(w) / 2) / c                 da = -(1 / M) sum_d g s |v| / 2
 
 Then dx is that of the convolution plus the adjoint of the statistics: (dmu + da sgn x) / r, with sgn 0 = 1.
 
-:func:`statistics` and :func:`balance` are differentiable as they stand. They serve wherever torch transforms the program
-(compilation, export, ``torch.func``), for second derivatives, and for folding. Eager training computes the formulas
-above: :func:`measure`, :func:`effective_rows` and :func:`gradient_rows`, on a matrix with a row for each output kernel.
+:func:`statistics` and :func:`balance` are differentiable as they stand. They serve wherever torch transforms the
+program (compilation, export, ``torch.func``), for second derivatives, and for folding. Eager training computes the
+formulas above, on a matrix with a row for each output kernel: :func:`measure`, :func:`effective_rows` and
+:func:`gradient_rows`.
 """
 
 from __future__ import annotations
@@ -390,7 +391,7 @@ def _by_group(values: Tensor, w: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Balance and its gradient in closed form, on a matrix with a row for each output kernel: (D, n) or (groups, D / groups, n)
+# Balance and its gradient in closed form, on a matrix of output kernels: (D, n), or (groups, D / groups, n)
 # --------------------------------------------------------------------------------------------------------------------
 
 

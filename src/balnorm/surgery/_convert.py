@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from balnorm._core.geometry import by_output
 from balnorm._checks import BalNormWarning, is_readable
+from balnorm._core.geometry import by_output
 from balnorm.layers import BALANCED, BalNormConv2d, BalNormLayer
 from balnorm.surgery._attribution import attribute, is_batch_norm, is_norm_act
 from balnorm.surgery._decisions import Action, Balanced, Because, Decision, Kept, Place, Reason, Removed, explain

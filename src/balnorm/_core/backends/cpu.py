@@ -1,8 +1,8 @@
 """The closed form in C (``kernels.c``): few calls and few passes over memory, for CPU tensors.
 
 Installing balnorm compiles the file if there is a C compiler. It is loaded with ctypes and knows nothing of torch
-except the address of its thread pool. Without it, or with ``BALNORM_BACKEND=torch`` in the environment, torch operations
-do the work. Both give the same results up to rounding.
+except the address of its thread pool. Without it, or with ``BALNORM_BACKEND=torch`` in the environment, torch
+operations do the work. Both give the same results up to rounding.
 
 C trusts what it is given, so memory safety is decided here, in one function: every address that C gets comes from
 :func:`_address`, which knows the shape, type and strides that C expects.
@@ -204,9 +204,7 @@ def track(running: Running, statistics: Statistics, momentum: float | None) -> N
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _address(
-    tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
-) -> int:
+def _address(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> int:
     """Where C finds a tensor of this shape, type and strides (``None``: contiguous). Anything else is refused.
 
     The tensor must outlive the call.
@@ -224,9 +222,7 @@ def _address(
     return tensor.data_ptr()
 
 
-def _dense(
-    tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
-) -> Tensor:
+def _dense(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:
     """The tensor as :func:`_address` wants it: itself, or a copy. Another shape is refused there."""
     if tensor.dtype == dtype and (
         tensor.is_contiguous() if strides is None else _same(tensor.shape, tensor.stride(), strides)
