@@ -26,7 +26,7 @@ from balnorm.layers import BALANCED, BalNormLayer
 from balnorm.surgery._decisions import Balanced, Because, Decision, Kept, Place, Reason, Removed
 from balnorm.surgery._flow import Call, Flow
 
-__all__ = ["attribute", "is_batch_norm", "is_norm_act"]
+__all__ = ["attribute", "is_batch_norm", "is_norm_act", "torch_class"]
 
 # The dimensions of the weights that a norm can follow: 2 for a linear layer, 4 for a 2d convolution.
 _WEIGHT_DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
@@ -36,7 +36,9 @@ _WEIGHT_DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
     nn.SyncBatchNorm: (2, 3, 4, 5),
 }
 # What may stand between a layer and the norm that follows it, and between a norm and a convolution that it feeds.
-_BEFORE_A_NORM = {"identity", "dropout", "contiguous", "clone", "avgpool"}
+_BEFORE_A_NORM = {"identity", "dropout", "contiguous", "clone", "avgpool", "adaptiveavgpool", "upsample"}
+# Between a linear layer, whose features are the last dimension, and a norm of two dimensions
+_BEHIND_A_LINEAR = {"identity", "dropout", "contiguous", "clone", "view"}
 _BEHIND_A_NORM = {
     *_BEFORE_A_NORM,
     *("relu", "relu6", "leakyrelu", "prelu", "rrelu", "elu", "selu", "celu", "gelu", "silu", "mish", "hardswish"),
@@ -45,7 +47,7 @@ _BEHIND_A_NORM = {
 }
 _BEHIND_A_SUM = {*_BEHIND_A_NORM, "add", "cat"}
 # What may stand between layers and a norm that belongs to what it feeds: sums and all that leaves channels channels.
-_BEFORE_A_SUM = {*_BEHIND_A_SUM, "mul", "getitem", "slice", "split", "splitwithsizes", "chunk", "upsamplenearest"}
+_BEFORE_A_SUM = {*_BEHIND_A_SUM, "mul", "getitem", "slice", "split", "splitwithsizes", "chunk"}
 
 _Fixed = Mapping[nn.Module, Because]  # the modules that have to stay
 _Partners = dict[nn.Module, tuple[nn.Module | None, Place]]  # the norm whose work a layer can do
@@ -106,6 +108,14 @@ def is_norm_act(module: nn.Module) -> bool:
     return kind.__name__ in ("BatchNormAct2d", "SyncBatchNormAct") and kind.__module__.startswith("timm.")
 
 
+def torch_class(module: nn.Module) -> type[nn.Module] | None:
+    """The layer or norm of torch's that the module computes as: its own class, or one that it changes nothing of."""
+    kind = type(module)
+    base = next((base for base in kind.__mro__ if base in BALANCED or base in _WEIGHT_DIMENSIONS), None)
+    code = ("__call__", "__getattr__", "forward", "_conv_forward", "_output_padding", "_check_input_dim", "weight")
+    return base if all(getattr(kind, name, None) is getattr(base, name, None) for name in code) else None
+
+
 def _is_layer(module: nn.Module | None) -> TypeGuard[_ConvNd | nn.Linear]:
     return isinstance(module, _ConvNd | nn.Linear)
 
@@ -130,14 +140,13 @@ def _named(model: nn.Module, option: Literal["skip", "include"], patterns: Itera
 
 
 def _why_fixed(module: nn.Module, flow: Flow, skipped: Collection[nn.Module]) -> Because | None:
-    kind = type(module)
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     if module in skipped:
         return Because(Reason.SKIPPED)
     if isinstance(module, BalNormLayer):
         return Because(Reason.BALANCED_ALREADY)
-    if kind not in BALANCED and kind not in _WEIGHT_DIMENSIONS and not is_norm_act(module):
-        return Because(Reason.NOT_OF_TORCH, kind)
+    if torch_class(module) is None and not is_norm_act(module):
+        return Because(Reason.NOT_OF_TORCH, type(module))
     if module not in flow.by_module:
         return Because(Reason.NOT_CALLED)
     if module in flow.used_directly:
@@ -186,8 +195,9 @@ def _fits(layer: nn.Module | None, norm: nn.Module | None, flow: Flow) -> bool:
     if not isinstance(norm, _BatchNorm) or not _is_layer(layer):
         return False
     if isinstance(layer, nn.Linear):
-        # A norm of something with three dimensions goes over the second, a linear layer over the last.
-        outputs, fitting = layer.out_features, all(call.dimensions == 2 for call in flow.by_module[layer])
+        # A norm of something with three dimensions goes over the second, a linear layer over the last. Reshaping to
+        # two dimensions, the second of the same size, leaves the last one what it was.
+        outputs, fitting = layer.out_features, all(call.dimensions == 2 for call in flow.by_module[norm])
     else:
         outputs, fitting = layer.out_channels, True
     allowed = [dimensions for kind, dimensions in _WEIGHT_DIMENSIONS.items() if isinstance(norm, kind)]
@@ -304,18 +314,23 @@ def _what(call: Call) -> nn.Module | str:
 
 def _source(call: Call) -> Call:
     """The step that the input comes from, past those that may stand before a norm."""
-    while call.inputs:
-        call = call.inputs[0]
-        if call.name not in _BEFORE_A_NORM:
+    for between in (_BEHIND_A_LINEAR, _BEFORE_A_NORM):
+        source = call
+        while source.inputs:
+            source = source.inputs[0]
+            if source.name not in between:
+                break
+        if isinstance(source.module, nn.Linear):
             break
-    return call
+    return source
 
 
 def _only_user(call: Call) -> Call | None:
-    """The one step that the output goes to, past those that may stand before a norm."""
+    """The one step that the output of a layer goes to, past those that may stand before a norm."""
+    between = _BEHIND_A_LINEAR if isinstance(call.module, nn.Linear) else _BEFORE_A_NORM
     while len(call.users) == 1:
         (user,) = call.users
-        if user.name not in _BEFORE_A_NORM:
+        if user.name not in between:
             return user
         call = user
     return None

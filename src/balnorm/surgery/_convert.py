@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from balnorm._core.geometry import by_output
 from balnorm._checks import BalNormWarning, is_readable
 from balnorm.layers import BALANCED, BalNormConv2d, BalNormLayer
-from balnorm.surgery._attribution import attribute, is_batch_norm, is_norm_act
+from balnorm.surgery._attribution import attribute, is_batch_norm, is_norm_act, torch_class
 from balnorm.surgery._decisions import Action, Balanced, Because, Decision, Kept, Place, Reason, Removed, explain
 from balnorm.surgery._flow import data_flow
 from balnorm.surgery._model import ModelT, refuse_wrapped, replace_modules
@@ -74,7 +75,7 @@ class ConversionReport:
 def convert(
     model: ModelT,
     *,
-    example_input: Tensor | tuple[Any, ...] | None = None,
+    example_input: Tensor | list[Any] | tuple[Any, ...] | None = None,
     skip: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
     strict: bool = False,
@@ -97,9 +98,9 @@ def convert(
 
     Args:
         model: any module. It is changed in place (unless ``dry_run``) and returned.
-        example_input: a batch, or a tuple of arguments, to run the model on. It is needed for linear layers, and if the
-            model cannot be traced symbolically. Layers that get the model's input count as signed unless an example
-            without negative values shows otherwise.
+        example_input: what to run the model on: its argument (a tensor or a list), or a tuple of several arguments.
+            It is needed for linear layers, and if the model cannot be traced symbolically. Layers that get the model's
+            input count as signed unless an example without negative values shows otherwise.
         skip: names of modules to leave alone, with everything inside them; ``*`` and ``?`` work as in file names.
         include: names, in the same form, of layers to balance even without a BatchNorm, such as the transposed
             convolutions of a U-Net.
@@ -224,10 +225,12 @@ def _balanced_layer(layer: nn.Module, decision: Balanced, options: dict[str, Any
         }
     if isinstance(norm, nn.SyncBatchNorm) and options.get("sync_stats", True):
         taken_over |= {"sync_stats": True, "process_group": norm.process_group}
-    kind = BALANCED[type(layer)]
+    kind = BALANCED[torch_class(layer)]  # type: ignore[index]  # only layers that have one are balanced
     if isinstance(layer, nn.Linear):
         options = {name: value for name, value in options.items() if name != "mass"}
-    balanced = kind._from_plain(layer, {**taken_over, **options})
+    plain = copy.copy(layer)  # which shares all tensors
+    plain.__class__ = kind.plain  # the layer may be of a subclass that changes nothing
+    balanced = kind._from_plain(plain, {**taken_over, **options})
     balanced.weight = layer.get_parameter("weight")  # the same object: parameters that are shared stay shared
     if isinstance(norm, _BatchNorm) and follows:
         # What the layer's own bias added, the norm took away again.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
+from typing import Any
 
 from torch import nn
 
 from balnorm._checks import HAS_HOOKS, warn
 from balnorm.layers import BalNormLayer
-from balnorm.surgery._model import ModelT, refuse_wrapped, replace_modules
+from balnorm.surgery._model import ModelT, refuse_wrapped, replace_modules, tensors_in
 
 __all__ = ["fold"]
 
@@ -54,4 +55,9 @@ def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
     if inplace:
         return replace_modules(model, plain)
     # The copy gets the plain layers right away: balanced ones need not be copied first.
-    return copy.deepcopy(model, {id(layer): folded for layer, folded in plain.items()})
+    memo: dict[int, Any] = {id(layer): folded for layer, folded in plain.items()}
+    # Nor outputs of its last step that a model keeps as attributes: deepcopy refuses tensors that have a history.
+    for module in model.modules():
+        kept = [value for name, value in vars(module).items() if not name.startswith("_")]
+        memo |= {id(tensor): tensor.detach().clone() for tensor in tensors_in(kept) if not tensor.is_leaf}
+    return copy.deepcopy(model, memo)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "ModelT",
@@ -16,6 +17,7 @@ __all__ = [
     "input_of_batch",
     "refuse_wrapped",
     "replace_modules",
+    "tensors_in",
     "uncompiled",
     "undisturbed",
 ]
@@ -107,7 +109,22 @@ def _with_new(value: Any, new: dict[nn.Module, nn.Module]) -> Any:
     return value
 
 
+def tensors_in(value: Any, depth: int = 4) -> list[Tensor]:
+    """All tensors in nested tuples, lists, dictionaries and plain objects."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | type):
+            found += tensors_in(list(vars(leaf).values()), depth - 1)
+    return found
+
+
 def refuse_wrapped(model: nn.Module, operation: str) -> None:
+    if not isinstance(model, nn.Module):
+        what = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
+        message = f"{operation} takes a model, which is a torch.nn.Module, got {what}"
+        raise TypeError(getattr(type(model), "_message", message))
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     for name, module in model.named_modules():
         where = f"the model's {name}" if name else "the model"
