@@ -201,7 +201,7 @@ def test_update_stats_leaves_everything_else_alone():
     before = copy.deepcopy(model.state_dict())
     update_stats([torch.rand(4, 3, 6, 6)], model)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed == {"0.running_mass", "0.num_batches_tracked"}
+    assert changed == {"0.running_mean", "0.running_mass", "0.num_batches_tracked"}
     assert [module.training for module in model] == [False, True, True, True]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 

@@ -23,6 +23,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from balnorm._core.torch_private import storage_key
+from balnorm.channels import ChannelAffine
 from balnorm.layers import BalNormLayer
 from balnorm.surgery._model import tensors_in, undisturbed
 
@@ -71,6 +72,10 @@ class Flow:
         in_place: bool = False,
     ) -> Call:
         call = Call(canonical(name), len(self.calls), module, list(dict.fromkeys(inputs)), in_place=in_place)
+        if call.name == "avgpool" and _averages_padding(module, args, kwargs or {}):
+            call.name = "paddedavgpool"
+        elif call.name == "upsample" and "area" in (getattr(module, "mode", None), (kwargs or {}).get("mode")):
+            call.name = "adaptiveavgpool"  # which it is
         call.nonnegative = nonnegative or _is_nonnegative(call, name, args, kwargs or {})
         for source in call.inputs:
             source.users.append(call)
@@ -80,20 +85,11 @@ class Flow:
         return call
 
 
-def data_flow(model: nn.Module, example_input: Tensor | tuple[Any, ...] | list[Any] | None = None) -> Flow:
-    """The data flow of ``model``: traced if possible, otherwise recorded while it runs on ``example_input``.
+def data_flow(model: nn.Module, arguments: tuple[Any, ...] = ()) -> Flow:
+    """The data flow of ``model``: traced if possible, otherwise recorded while it runs on the given arguments.
 
-    A tensor or a list is one argument, a tuple is several.
-
-    Inputs count as possibly negative unless ``example_input`` shows that they are not. The model is left as it was.
+    Inputs count as possibly negative unless the arguments show that they are not. The model is left as it was.
     """
-    if not isinstance(example_input, Tensor | tuple | list | None):
-        raise TypeError(
-            "example_input must be the model's argument (a tensor or a list) or a tuple of arguments, "
-            f"got a {type(example_input).__name__}"
-        )
-    arguments = () if example_input is None else example_input
-    arguments = arguments if isinstance(arguments, tuple) else (arguments,)
     for name, module in model.named_modules():
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
             raise ValueError(f"{name} does not know its shape yet: run a batch through the model first")
@@ -103,7 +99,7 @@ def data_flow(model: nn.Module, example_input: Tensor | tuple[Any, ...] | list[A
         try:
             return traced(model, arguments)
         except Exception as error:  # symbolic tracing runs the model's own code, which can raise anything
-            if example_input is None:
+            if not arguments:
                 raise ValueError(
                     f"this {type(model).__name__} cannot be traced symbolically ({_first_line(error)}): "
                     "give example_input=..., a small batch that it can be run on"
@@ -116,7 +112,7 @@ def is_leaf(module: nn.Module) -> bool:
     of_torch = type(module).__module__.startswith("torch.nn.") and not isinstance(
         module, nn.Sequential | nn.ModuleList | nn.ModuleDict
     )
-    return of_torch or isinstance(module, _ConvNd | _NormBase | nn.Linear | BalNormLayer)
+    return of_torch or isinstance(module, _ConvNd | _NormBase | nn.Linear | BalNormLayer | ChannelAffine)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -339,7 +335,7 @@ _WITH_NUMBERS = {"add", "mul", "div", "pad"}
 _KEEPS_SIGN = {
     *_WITH_NUMBERS,
     *("cat", "stack", "maximum", "mean", "sum", "amax"),
-    *("maxpool", "avgpool", "adaptiveavgpool", "adaptivemaxpool", "upsample"),
+    *("maxpool", "avgpool", "paddedavgpool", "adaptiveavgpool", "adaptivemaxpool", "upsample"),
     *("dropout", "identity", "clone", "contiguous", "detach", "to", "tocopy", "alias"),
     *("view", "permute", "transpose", "expand", "squeeze", "unsqueeze"),
     *("getitem", "slice", "select", "split", "splitwithsizes", "chunk", "unbind", "channelshuffle", "pixelshuffle"),
@@ -353,6 +349,18 @@ def canonical(name: str) -> str:
         return "upsample"
     name = re.sub(r"(\dd|nd)$", "", name)
     return _SYNONYMS.get(name, name)
+
+
+def _averages_padding(module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an average pool gives anything but a mean of inputs, so that it changes a constant input."""
+
+    def argument(position: int, name: str, default: Any) -> Any:
+        value = args[position] if len(args) > position else kwargs.get(name, default)
+        return getattr(module, name, value)
+
+    padding = argument(3, "padding", 0)
+    pads = any(padding) if isinstance(padding, tuple | list) else padding != 0
+    return bool(pads and argument(5, "count_include_pad", True)) or argument(6, "divisor_override", None) is not None
 
 
 def _is_nonnegative(call: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "ModelT",
+    "device_of",
     "in_double_precision",
     "input_of_batch",
     "refuse_wrapped",
@@ -75,8 +76,12 @@ def input_of_batch(batch: Any, model: nn.Module, otherwise: str = "") -> Tensor:
     if not isinstance(x, Tensor):
         expected = "a batch must be a tensor, or a tuple or list that starts with one"
         raise TypeError(f"{expected}, got a {type(x).__name__}{otherwise}")
-    place = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), x.device)
-    return x.to(place)
+    return x.to(device_of(model, x))
+
+
+def device_of(model: nn.Module, tensor: Tensor) -> torch.device:
+    """Where the model is, or the tensor if the model has no tensors."""
+    return next((own.device for own in [*model.parameters(), *model.buffers()]), tensor.device)
 
 
 def in_double_precision(tensor: Tensor) -> Tensor:
