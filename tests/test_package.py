@@ -21,6 +21,7 @@ LIBRARY = [
     "functional",
     "init",
     "_checks",
+    "channels",
     "layers",
     "text_table",
     "surgery",
@@ -49,11 +50,11 @@ ROOMS = {  # the order inside a folder, where it is kept
         "_model",
         "_flow",
         "_decisions",
-        "_attribution",
-        "_scale",
+        "_statistics",
+        "_exact",
         "_convert",
         "_fold",
-        "_statistics",
+        "_scale",
         "_param_groups",
         "__init__",
     ],
@@ -193,6 +194,17 @@ def test_the_tutorial_runs(tmp_path):
     assert float(re.search(r"folded: Conv2d, largest difference (\S+)", done.stdout)[1]) < 1e-4
 
 
+def test_the_example_of_fine_tuning_runs(tmp_path):
+    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "fine_tune.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "7 of 7 layers balanced, 7 of 7 BatchNorms removed" in done.stdout
+    assert "100.0% of the predictions are equal" in done.stdout
+    assert float(re.search(r"test accuracy ([\d.]+)%", done.stdout)[1]) > 85
+    assert (tmp_path / "digits.onnx").exists()
+
+
 @pytest.mark.slow
 def test_the_example_of_a_trained_network_runs(tmp_path):
     from balnorm.cli import main
@@ -202,12 +214,14 @@ def test_the_example_of_a_trained_network_runs(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"^(.*?) +([\d.]+)   one epoch more: +([\d.]+)$", done.stdout, re.MULTILINE)
-    accuracies = {name: (float(now), float(later)) for name, now, later in found}
-    masses = [f"{mass} mass, {how}" for mass in ("channel", "position") for how in ("statistics", "calibrated")]
-    assert list(accuracies) == ["batchnorm", *masses]
-    assert accuracies["batchnorm"][0] - accuracies["channel mass, calibrated"][0] < 15
-    assert all(later > 80 for _, later in accuracies.values())
+    found = re.findall(
+        r"^(.*?) +([\d.]+)   one epoch more: +([\d.]+)   with frozen statistics: +([\d.]+)$", done.stdout, re.MULTILINE
+    )
+    accuracies = {name: [float(number) for number in numbers] for name, *numbers in found}
+    assert list(accuracies) == ["batchnorm", "channel mass", "position mass"]
+    assert len({now for now, *_ in accuracies.values()}) == 1
+    assert done.stdout.count("100.0% of the predictions are equal") == 2
+    assert all(later > 80 for _, *both in accuracies.values() for later in both)
 
     command = [*command[:3], str(ROOT / "examples" / "renewed_statistics.py"), str(tmp_path), str(tmp_path / "run")]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

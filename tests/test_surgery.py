@@ -124,6 +124,29 @@ def test_a_folded_model_unpickles_without_balnorm():
     assert done.stdout.decode().strip() == "(2, 5)", done.stderr.decode()
 
 
+def test_a_model_that_keeps_outputs_folds():
+    """Deep supervision in MONAI's DynUNet: deepcopy refuses tensors that have a history."""
+
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.heads = BalNormConv2d(3, 4, 3), [torch.zeros(1)]
+
+        def forward(self, x):
+            self.last = self.layer(x)
+            self.heads[0] = {"output": self.last}
+            return self.last
+
+    model, x = Keeping(), torch.rand(2, 3, 6, 6)
+    kept = model(x)
+    folded = fold(model.eval())
+    assert type(folded.layer) is nn.Conv2d
+    assert torch.equal(folded.heads[0]["output"], kept)
+    assert folded.heads[0]["output"] is folded.last is not kept
+    assert model.last is kept
+    assert torch.allclose(folded(x), model(x), atol=1e-5)
+
+
 def test_fold_tells_what_it_folded(caplog):
     with caplog.at_level(logging.INFO, "balnorm"):
         fold(trained())
@@ -178,7 +201,7 @@ def test_update_stats_leaves_everything_else_alone():
     before = copy.deepcopy(model.state_dict())
     update_stats([torch.rand(4, 3, 6, 6)], model)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed == {"0.running_mass", "0.num_batches_tracked"}
+    assert changed == {"0.running_mean", "0.running_mass", "0.num_batches_tracked"}
     assert [module.training for module in model] == [False, True, True, True]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 

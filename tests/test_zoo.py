@@ -4,10 +4,12 @@ import importlib.util
 
 import pytest
 import torch
-from benchmarks.zoo import SLOW, TIMM, TORCHVISION, build, import_timm, trial
+from benchmarks.zoo import SLOW, TIMM, TORCHVISION, as_trained, build, exactness, import_timm, trial
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
-from balnorm.surgery._attribution import attribute
-from balnorm.surgery._decisions import Kept
+from balnorm import BalNormConv2d, BalNormLayer, ChannelAffine, convert
+from balnorm.surgery._decisions import Kept, attribute
 from balnorm.surgery._flow import recorded, traced
 from balnorm.surgery._model import undisturbed
 
@@ -22,6 +24,14 @@ NETWORKS = [("torchvision", name) for name in TORCHVISION]
 NETWORKS += [
     pytest.param("timm", name, marks=[pytest.mark.slow] if name in HEAVY else []) for name in TIMM if name not in SLOW
 ]
+QUICK = {"resnetv2_50", "densenet121", "mobilenet_v2", "repvgg_a0", "mixnet_s"}  # and the rest is slow
+FAMILIES = [("timm", name) for name in TIMM if name not in SLOW] + [("torchvision", name) for name in TORCHVISION]
+FAMILIES = [
+    pytest.param(*family, marks=[] if family[1] in QUICK else [pytest.mark.slow])
+    for family in FAMILIES
+    if family[1] != "convnext_atto"  # it has no BatchNorm
+]
+FOLLOWS_OTHERS = {"tf_efficientnet_b0"}  # norms after a convolution of another class than torch's
 UNTRACEABLE = {"vgg11_bn", "xception41p"}
 
 # The least share of convolutions that becomes balanced, where it is not all: squeeze-and-excitation has no norms, some
@@ -66,6 +76,36 @@ def test_networks_convert_train_and_fold(library, name):
     assert result.difference < 1e-5
 
 
+@pytest.mark.parametrize(("library", "name"), FAMILIES)
+def test_trained_networks_compute_the_same(library, name):
+    torch.manual_seed(0)
+    model, x = build(library, name)
+    model = as_trained(model, x)
+    convolutions = sum(isinstance(module, _ConvNd) for module in model.modules())
+    result = exactness(model, x)
+    assert result.double < 1e-9
+    assert result.single <= 10 * max(result.folded, 1e-7)
+    assert result.folded_again <= 10 * max(result.folded, 1e-7)
+    assert sum(isinstance(module, _ConvNd) for module in model.modules()) == convolutions
+    assert len(result.report.balanced) / convolutions >= SHARES.get(name, 1.0), result.report
+    left = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    assert set(left) <= set(result.report.kept)
+    assert not left or name in FOLLOWS_OTHERS
+
+
+@pytest.mark.parametrize(
+    "family", [("torchvision", "resnet18"), ("torchvision", "densenet121"), ("timm", "mobilenetv2_100")]
+)
+def test_a_converted_network_is_saved_and_loaded(family):
+    """Into an untrained copy, strictly."""
+    model, x = build(*family)
+    converted, _ = convert(as_trained(model, x), example_input=x)
+    other, _ = convert(build(*family)[0], example_input=torch.rand_like(x), trained=True)
+    other.load_state_dict(converted.state_dict())
+    with torch.no_grad():
+        assert torch.equal(other.eval()(x), converted.eval()(x))
+
+
 def assert_tracing_and_recording_see_the_same(model, x):
     with undisturbed(model):
         symbolic, watched = (attribute(model, flow) for flow in (traced(model, (x,)), recorded(model, (x,))))
@@ -82,8 +122,6 @@ def test_activation_and_dropout_inside_a_norm_stay():
     import_timm()
     from timm.layers import BatchNormAct2d
 
-    from balnorm import BalNormConv2d, convert
-
     for layers in (
         [torch.nn.Conv2d(3, 8, 3), BatchNormAct2d(8, act_layer=torch.nn.SiLU, drop_layer=torch.nn.Dropout)],
         [torch.nn.Conv2d(3, 8, 3), BatchNormAct2d(8, apply_act=False)],
@@ -96,11 +134,26 @@ def test_activation_and_dropout_inside_a_norm_stay():
         assert torch.equal(model(x), layers[1].act(model[0](x)))
 
 
+def test_a_norm_with_an_activation_becomes_both():
+    """After a sum, as in pre-activation networks of timm's."""
+    import_timm()
+    from timm.layers import BatchNormAct2d
+
+    model = torch.nn.Sequential(torch.nn.ReLU(), BatchNormAct2d(3, act_layer=torch.nn.SiLU, inplace=True))
+    model.append(torch.nn.Conv2d(3, 4, 1))
+    x = torch.rand(8, 3, 5, 5)
+    model(x)
+    expected = model.eval()(x).detach()
+    model, report = convert(model, example_input=x)
+    assert report.affine == ["1"]
+    assert type(model[1].affine) is ChannelAffine
+    assert type(model[1].act) is torch.nn.SiLU
+    torch.testing.assert_close(model(x).detach(), expected)
+
+
 def test_timm_folds_with_its_own_function():
     import_timm()
     from timm.utils import reparameterize_model
-
-    from balnorm import BalNormLayer, convert
 
     model, _ = convert(build("timm", "resnet18")[0])
     x = torch.rand(2, 3, 64, 64)

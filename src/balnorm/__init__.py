@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from balnorm.channels import ChannelAffine
     from balnorm.diagnostics import balance_report
     from balnorm.functional import backend
     from balnorm.layers import (
@@ -44,6 +45,7 @@ __all__ = [
     "BalNormLayer",
     "BalNormLinear",
     "BalNormWarning",
+    "ChannelAffine",
     "__version__",
     "backend",
     "balance_report",
@@ -65,9 +67,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("balnorm.functional")
     if name not in __all__:
         raise AttributeError(f"module 'balnorm' has no attribute {name!r}")
-    from balnorm import diagnostics, functional, layers, surgery
+    from balnorm import channels, diagnostics, functional, layers, surgery
 
-    homes = {"balance_report": diagnostics, "backend": functional}
+    homes = {"balance_report": diagnostics, "backend": functional, "ChannelAffine": channels}
     home = layers if name.startswith("BalNorm") else homes.get(name, surgery)
     globals()[name] = getattr(home, name)
     return globals()[name]

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
 
-from balnorm._checks import BalNormWarning, is_readable
-from balnorm._core.geometry import by_output
+from balnorm._checks import BalNormWarning
+from balnorm.channels import ChannelAffine
 from balnorm.layers import BALANCED, BalNormConv2d, BalNormLayer
-from balnorm.surgery._attribution import attribute, is_batch_norm, is_norm_act
-from balnorm.surgery._decisions import Action, Balanced, Because, Decision, Kept, Place, Reason, Removed, explain
+from balnorm.surgery._decisions import (
+    Action,
+    Affine,
+    Balanced,
+    Because,
+    Decision,
+    Kept,
+    Place,
+    Reason,
+    Removed,
+    attribute,
+    explain,
+    is_batch_norm,
+    is_norm_act,
+    torch_class,
+)
+from balnorm.surgery._exact import Original, Proof, is_exact
 from balnorm.surgery._flow import data_flow
-from balnorm.surgery._model import ModelT, refuse_wrapped, replace_modules
+from balnorm.surgery._model import ModelT, device_of, refuse_wrapped, replace_modules
 from balnorm.text_table import text_table
 
 __all__ = ["ConversionReport", "convert"]
@@ -32,9 +50,6 @@ class ConversionRow(NamedTuple):
     action: Action
     why: str
     is_norm: bool
-    matched: str = ""
-    """What ``calibrate`` matched: ``outputs`` (by least squares), ``mean and deviation`` of each channel (of layers
-    whose weight it does not change), ``deviation`` (without a bias), or ``nothing``, where no sample came by."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,8 @@ class ConversionReport:
     """What :func:`convert` did with every convolution and BatchNorm, and why. Prints as a table."""
 
     rows: tuple[ConversionRow, ...]
+    proof: Proof | None = None
+    """How far the outputs of a trained network are from what they were."""
 
     @property
     def balanced(self) -> list[str]:
@@ -54,29 +71,34 @@ class ConversionReport:
         return [row.layer for row in self.rows if row.action == "removed"]
 
     @property
+    def affine(self) -> list[str]:
+        """Names of the BatchNorms that became a constant factor and a learned shift."""
+        return [row.layer for row in self.rows if row.action == "affine"]
+
+    @property
     def kept(self) -> list[str]:
         """Names of the layers and BatchNorms that stay."""
         return [row.layer for row in self.rows if row.action == "kept"]
 
     def __str__(self) -> str:
         norms = sum(row.is_norm for row in self.rows)
-        headings, rows = ["layer", "kind", "action", "why"], [list(row[:4]) for row in self.rows]
-        if any(row.matched for row in self.rows):
-            headings.append("matched")
-            rows = [[*cells, row.matched] for cells, row in zip(rows, self.rows, strict=True)]
+        gone = len(self.removed) + len(self.affine)
         return (
-            text_table(headings, rows)
+            text_table(["layer", "kind", "action", "why"], [list(row[:4]) for row in self.rows])
             + f"\n\n{len(self.balanced)} of {len(self.rows) - norms} layers balanced, "
-            + f"{len(self.removed)} of {norms} BatchNorms removed"
+            + f"{gone} of {norms} BatchNorms removed"
+            + (f" ({len(self.affine)} became a ChannelAffine)" if self.affine else "")
+            + (f"\n{self.proof}" if self.proof else "")
         )
 
 
 def convert(
     model: ModelT,
     *,
-    example_input: Tensor | tuple[Any, ...] | None = None,
+    example_input: Tensor | list[Any] | tuple[Any, ...] | Iterable[Any] | None = None,
     skip: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
+    trained: bool | None = None,
     strict: bool = False,
     dry_run: bool = False,
     **options: Any,
@@ -84,30 +106,34 @@ def convert(
     """Replace every convolution and its BatchNorm by a balanced convolution, in place.
 
     A BatchNorm belongs to the layer that it follows *in the data flow*: the layer's output goes to it and nowhere else.
-    In a pre-activation network, where a norm follows a sum, it belongs to the convolutions that it feeds. The norm
-    becomes an :class:`~torch.nn.Identity`, or the activation and dropout of timm's ``BatchNormAct2d``. Linear layers
-    with a BatchNorm are converted too, if you give an ``example_input``. Anything else stays, and the report says why.
+    The norm becomes an :class:`~torch.nn.Identity`, or the activation and dropout of timm's ``BatchNormAct2d``. Linear
+    layers with a BatchNorm are converted too, if you give an ``example_input``. A balanced layer keeps the weight, as
+    the same parameter object, and takes over the scale (as its gain), shift, momentum and synchronisation of the norm
+    that followed. Anything else stays, and the report says why.
 
-    A balanced layer keeps the weight, as the same parameter object, and takes over the scale (as its gain), shift,
-    momentum and synchronisation of the norm that followed. It does not compute what the pair computed. For a trained
-    network, use ``calibrate``: it takes the statistics, and gives each layer the balanced weight, gain and bias whose
-    outputs are nearest to what they were. Most of the accuracy remains, and training recovers more. Layers whose input
-    can be negative, according to the data flow, get ``signed_input=True``. Convert first; then create the optimiser,
-    wrap the model in DDP and compile it.
+    **A trained network** computes the same in eval mode after conversion, up to rounding. Its norms have statistics: a
+    running mean other than 0 or a running variance other than 1. Give a few hundred images of the kind that it was
+    trained on as ``example_input``: they supply the statistics of the balanced layers, and ``convert`` compares the
+    outputs of both networks. ``report.proof`` has the result, and a difference that is more than rounding is a warning.
+    A norm that no convolution precedes becomes a :class:`~balnorm.ChannelAffine`.
+
+    **A network to be trained from scratch** gets the paper's layers. In a pre-activation network, where a norm follows
+    a sum, the norm belongs to the convolutions that it feeds. Layers whose input can be negative, according to the data
+    flow, get ``centred=True``.
+
+    Convert first; then create the optimiser, wrap the model in DDP and compile it.
 
     Args:
         model: any module. It is changed in place (unless ``dry_run``) and returned.
-        example_input: a batch, or a tuple of arguments, to run the model on. It is needed for linear layers, and if the
-            model cannot be traced symbolically. Layers that get the model's input count as signed unless an example
-            without negative values shows otherwise.
+        example_input: what to run the model on: its argument (a tensor or a list), a tuple of several arguments, or any
+            other iterable, such as a loader: a series of batches, of which a tuple or list gives its first item. It is
+            needed for trained networks, for linear layers, and if the model cannot be traced symbolically.
         skip: names of modules to leave alone, with everything inside them; ``*`` and ``?`` work as in file names.
         include: names, in the same form, of layers to balance even without a BatchNorm, such as the transposed
             convolutions of a U-Net.
-        calibrate: unlabelled data of the kind that a trained ``model`` was trained on: a batch, or a loader whose
-            batches are taken together (a few hundred samples are enough). Where a norm follows its layer, the
-            balanced layer is fitted to the norm's output; elsewhere, as in pre-activation networks, to the layer's own
-            output, and the norm's shift moves into the layers before it. Transposed and 3d convolutions keep their
-            weight: their channels get the mean and standard deviation that they had.
+        trained: convert every norm as that of a trained network (``True``) or of one to be trained from scratch
+            (``False``); by default, its statistics decide. ``True`` makes an untrained copy of the network ready for
+            the state dict of a converted one.
         strict: raise a ValueError, and change nothing, if a BatchNorm would stay (other than by ``skip``), or if there
             is nothing to balance. Without it, the latter is a warning.
         dry_run: only report.
@@ -128,8 +154,9 @@ def convert(
     """
     refuse_wrapped(model, "convert")
     BalNormConv2d(2, 2, 1, device="meta", **options)  # a bad option fails here, before anything is done
-    flow = data_flow(model, example_input)
-    decisions = attribute(model, flow, skip, include)
+    batches = _batches(example_input, model)
+    first = next(batches, ())
+    decisions = attribute(model, data_flow(model, first), skip, include, trained)
     names = {module: name for name, module in model.named_modules()}
     left = [
         f"{names[module]}: {explain(decision, names)}"
@@ -143,31 +170,69 @@ def convert(
         if strict:
             raise ValueError(f"strict=True, and {message}")
         warnings.warn(message, stacklevel=2)
-    matched: dict[nn.Module, str] = {}
+    exact = [module for module, decision in decisions.items() if is_exact(decision)]
+    if exact:
+        _refuse_inexact(f"{names[exact[0]]} of this {type(model).__name__}", bool(first) or dry_run, options)
+    proof = None
     if not dry_run:
-        new = dict[nn.Module, nn.Module]()
-        for module, decision in decisions.items():
-            if isinstance(decision, Balanced):
-                new[module] = _balanced_layer(module, decision, options)
-            elif isinstance(decision, Removed):
-                new[module] = _without_norm(module)
+        new = {module: made for module, decision in decisions.items() if (made := _new(module, decision, options))}
+        original = Original(model, decisions, new, itertools.chain([first], batches)) if exact else None
         # Up to here nothing has changed the model, so a mistake in the arguments leaves it as it was.
         _let_activations_copy(decisions)
-        replace_modules(model, new)
-        if dead := [text for module, layer in new.items() if (text := _of_one_sign(names[module], layer))]:
-            message = f"kernels whose weights all have one sign stay constant in one pass: {'; '.join(dead)}"
-            warnings.warn(f"{message}. Give convert one_pass=False", BalNormWarning, stacklevel=2)
-    return _Conversion((model, _report(decisions, names, matched)))
+        whole = {it: _with_activation(it, made) if is_norm_act(it) else made for it, made in new.items()}
+        model = replace_modules(model, whole)
+        if original:
+            proof = original.compare(model)
+            different = original.first_that_differs(model) if not proof or proof.difference > original.bound else None
+            if different or (proof and proof.difference > original.bound):
+                where = (
+                    f"the first layer that differs is {names[different]}" if different else "by itself, each layer is"
+                )
+                message = f"the converted network is not the original: {proof or 'outputs differ'} ({where})"
+                warnings.warn(message, BalNormWarning, stacklevel=2)
+    return _Conversion((model, _report(decisions, names, proof)))
 
 
-def _of_one_sign(name: str, layer: nn.Module) -> str | None:
-    """How many kernels of a layer one pass cannot balance, if they are more than chance would give."""
-    if not isinstance(layer, BalNormLayer) or not layer.one_pass or not is_readable(layer.weight):
-        return None
-    positive = by_output(layer.weight.detach() > 0, layer.groups, layer.transposed).flatten(2)
-    dead = (positive.all(2) | ~positive.any(2)).flatten()
-    chance = 2 ** (1 - positive.shape[2])
-    return f"{int(dead.sum())} of {len(dead)} in {name}" if dead.float().mean() > 0.05 + 2 * chance else None
+def _batches(example_input: Any, model: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """The arguments of the model, batch by batch."""
+    if example_input is None:
+        return iter(())
+    if isinstance(example_input, Tensor | list | tuple):
+        return iter([example_input if isinstance(example_input, tuple) else (example_input,)])
+    if not isinstance(example_input, Iterable) or isinstance(example_input, Mapping | str):
+        raise TypeError(
+            "example_input must be the model's argument (a tensor or a list), a tuple of arguments or an iterable of "
+            f"batches, got a {type(example_input).__name__}"
+        )
+    series = iter(example_input)
+    first = next(series, None)
+    if first is None:
+        raise ValueError("example_input has no batch: is the loader empty or used up?")
+    return (_first_item(batch, model) for batch in itertools.chain([first], series))
+
+
+def _first_item(batch: Any, model: nn.Module) -> tuple[Any, ...]:
+    """The argument in a batch of a series, on the model's device."""
+    item = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if not isinstance(item, Tensor | list):
+        raise TypeError(
+            f"a batch must be a tensor, or a tuple or list that starts with one, got a {type(item).__name__}"
+        )
+    return (tree_map_only(Tensor, lambda tensor: tensor.to(device_of(model, tensor)), item),)
+
+
+def _refuse_inexact(what: str, has_images: bool, options: Mapping[str, Any]) -> None:
+    if not has_images:
+        raise ValueError(
+            f"{what} is trained: give example_input=..., a batch or a loader with a few hundred images of the kind "
+            "that it was trained on, so that its outputs stay what they are. To train it from scratch, give "
+            "trained=False"
+        )
+    if options.get("shift") or "output_scale" in options or not options.get("track_running_stats", True):
+        raise ValueError(
+            f"{what} is trained, and its outputs cannot stay what they are with the options shift, output_scale and "
+            "track_running_stats. To train it from scratch, give trained=False"
+        )
 
 
 class _Conversion(tuple[Any, Any]):
@@ -195,39 +260,46 @@ def _why_nothing(decisions: Mapping[nn.Module, Decision], left: Sequence[str]) -
 
 
 def _report(
-    decisions: Mapping[nn.Module, Decision], names: Mapping[nn.Module, str], matched: Mapping[nn.Module, str]
+    decisions: Mapping[nn.Module, Decision], names: Mapping[nn.Module, str], proof: Proof | None
 ) -> ConversionReport:
     no_norm = Kept((Because(Reason.NO_NORM),))  # which goes without saying of a linear layer
     rows = [
-        ConversionRow(
-            names[it],
-            type(it).__name__,
-            decision.action,
-            explain(decision, names),
-            is_batch_norm(it),
-            matched.get(it, "nothing") if matched and isinstance(decision, Balanced) else "",
-        )
+        ConversionRow(names[it], type(it).__name__, decision.action, explain(decision, names), is_batch_norm(it))
         for it, decision in decisions.items()
         if not (isinstance(it, nn.Linear) and decision == no_norm)
     ]
-    return ConversionReport(tuple(rows))
+    return ConversionReport(tuple(rows), proof)
 
 
-def _balanced_layer(layer: nn.Module, decision: Balanced, options: dict[str, Any]) -> nn.Module:
+def _new(module: nn.Module, decision: Decision, options: dict[str, Any]) -> nn.Module | None:
+    """What takes the place of a module, before anything of a trained network is taken over."""
+    if isinstance(decision, Balanced):
+        return _balanced_layer(module, decision, options)
+    if isinstance(decision, Affine):
+        assert isinstance(module, _BatchNorm)
+        like = module.running_mean if module.weight is None else module.weight
+        assert like is not None
+        return ChannelAffine(module.num_features, device=like.device, dtype=like.dtype).train(module.training)
+    return nn.Identity().train(module.training) if isinstance(decision, Removed) else None
+
+
+def _balanced_layer(layer: nn.Module, decision: Balanced, options: dict[str, Any]) -> BalNormLayer:
     norm, follows = decision.norm, decision.place is Place.FOLLOWS
-    taken_over: dict[str, Any] = {"centred": decision.signed}
+    taken_over: dict[str, Any] = {"shift": False} if decision.exact else {"centred": decision.signed}
     if isinstance(norm, _BatchNorm):
         taken_over |= {
             "momentum": norm.momentum,
-            "track_running_stats": norm.track_running_stats,
+            "track_running_stats": norm.track_running_stats or decision.exact,
             "affine": norm.affine or not follows,
         }
     if isinstance(norm, nn.SyncBatchNorm) and options.get("sync_stats", True):
         taken_over |= {"sync_stats": True, "process_group": norm.process_group}
-    kind = BALANCED[type(layer)]
+    kind = BALANCED[torch_class(layer)]  # type: ignore[index]  # only layers that have one are balanced
     if isinstance(layer, nn.Linear):
         options = {name: value for name, value in options.items() if name != "mass"}
-    balanced = kind._from_plain(layer, {**taken_over, **options})
+    plain = copy.copy(layer)  # which shares all tensors
+    plain.__class__ = kind.plain  # the layer may be of a subclass that changes nothing
+    balanced = kind._from_plain(plain, {**taken_over, **options})
     balanced.weight = layer.get_parameter("weight")  # the same object: parameters that are shared stay shared
     if isinstance(norm, _BatchNorm) and follows:
         # What the layer's own bias added, the norm took away again.
@@ -238,22 +310,24 @@ def _balanced_layer(layer: nn.Module, decision: Balanced, options: dict[str, Any
             with torch.no_grad():
                 balanced.gain.copy_(norm.weight)
             balanced.gain.requires_grad_(isinstance(balanced.gain, nn.Parameter) and norm.weight.requires_grad)
+    # A norm in eval mode beside a layer in training mode is frozen, and so is what replaces both.
+    balanced.stats_frozen = decision.exact and norm is not None and layer.training and not norm.training
     return balanced
 
 
-def _without_norm(norm: nn.Module) -> nn.Module:
-    if not is_norm_act(norm):
-        return nn.Identity().train(norm.training)
-    return nn.Sequential(_beside_the_norm(norm)).train(norm.training)
+def _with_activation(norm: nn.Module, made: nn.Module) -> nn.Module:
+    """What replaces one of timm's norms, with the activation and dropout that the norm had inside."""
+    first = {} if isinstance(made, nn.Identity) else {"affine": made}
+    return nn.Sequential(OrderedDict(first | _beside_the_norm(norm))).train(norm.training)
 
 
-def _beside_the_norm(norm: nn.Module) -> OrderedDict[str, nn.Module]:
+def _beside_the_norm(norm: nn.Module) -> dict[str, nn.Module]:
     """What else a norm of timm's does: dropout and activation."""
-    return OrderedDict((name, getattr(norm, name)) for name in ("drop", "act") if hasattr(norm, name))
+    return {name: getattr(norm, name) for name in ("drop", "act") if hasattr(norm, name)}
 
 
 def _let_activations_copy(decisions: Mapping[nn.Module, Decision]) -> None:
-    """Behind a norm that goes, an activation in place would change what the norm was given, which others may need."""
+    """With the norm removed, an in-place activation would overwrite an input that other branches still read."""
     for norm, decision in decisions.items():
         if isinstance(decision, Removed) and decision.place is Place.FEEDS:
             inside = _beside_the_norm(norm).values() if is_norm_act(norm) else ()

@@ -1,17 +1,52 @@
-"""What becomes of a layer or a norm, as data. :func:`explain` puts it into words; no code depends on the words."""
+"""Decide from the data flow what becomes of every layer and every BatchNorm. This module changes nothing.
+
+A decision is data; :func:`explain` puts it into words, and no code depends on the words. :func:`attribute` applies
+these rules in order:
+
+1. A module stays if replacing it would lose something: hooks, the behaviour of an unknown class, and so on.
+2. A norm belongs to the layers that it follows, if their outputs go to it and nowhere else, at every call of either.
+3. Another norm that has statistics becomes a constant factor and a learned shift, unless it follows a layer that stays.
+   Without statistics, it belongs to the convolutions that it feeds, if it feeds nothing else, and otherwise stays.
+4. In the branch that such a norm opens, norm-conv-norm-conv, each norm stands for the convolution after it; so the
+   last convolution, which no norm follows, is balanced too.
+5. So is a convolution that adds to a sum that such a norm normalised: nothing else would keep its size in check.
+6. So are layers without a norm, if the caller asks for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeGuard
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
-__all__ = ["Action", "Balanced", "Because", "Decision", "Kept", "Place", "Reason", "Removed", "explain"]
+from balnorm._checks import is_readable
+from balnorm.layers import BALANCED, BalNormLayer
+from balnorm.surgery._flow import Call, Flow
 
-Action = Literal["balanced", "removed", "kept"]
+__all__ = [
+    "Action",
+    "Affine",
+    "Balanced",
+    "Because",
+    "Decision",
+    "Kept",
+    "Place",
+    "Reason",
+    "Removed",
+    "attribute",
+    "explain",
+    "is_batch_norm",
+    "is_norm_act",
+    "torch_class",
+]
+
+Action = Literal["balanced", "removed", "affine", "kept"]
 
 
 class Place(Enum):
@@ -19,7 +54,7 @@ class Place(Enum):
 
     FOLLOWS = "{} follows it"
     FEEDS = "{} feeds it"
-    BEHIND_A_SUM = "{} normalised what it contributed to"
+    AFTER_A_SUM = "{} normalised what it contributed to"
     NOWHERE = "included, as asked"
 
 
@@ -71,7 +106,9 @@ class Balanced:
     norm: nn.Module | None
     place: Place
     signed: bool
-    """Whether the layer's input can be negative."""
+    """Whether the layer's input can be negative, if that makes a difference."""
+    exact: bool = False
+    """Whether it has to compute what the trained layer computed, with its norm if that follows it."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +120,14 @@ class Removed:
     layers: tuple[nn.Module, ...]
     in_place: tuple[nn.Module, ...] = ()
     """Activations that work in place on the norm's output; without the norm they would overwrite its input."""
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A norm becomes a constant factor and a learned shift: the reason is why no layer can do its work."""
+
+    action: ClassVar[Action] = "affine"
+    because: Because
 
 
 @dataclass(frozen=True)
@@ -98,7 +143,7 @@ class Kept:
         return any(cause.reason is reason for cause in causes)
 
 
-Decision = Balanced | Removed | Kept
+Decision = Balanced | Removed | Affine | Kept
 
 
 def explain(decision: Decision, names: Mapping[nn.Module, str]) -> str:
@@ -109,6 +154,8 @@ def explain(decision: Decision, names: Mapping[nn.Module, str]) -> str:
     if isinstance(decision, Removed):
         layers = ", ".join(names[layer] for layer in decision.layers)
         return f"follows {layers}" if decision.place is Place.FOLLOWS else f"feeds {layers}"
+    if isinstance(decision, Affine):
+        return _sentence(decision.because, names)
     return ", ".join(_sentence(because, names) for because in decision.because)
 
 
@@ -123,3 +170,351 @@ def _sentence(because: Because, names: Mapping[nn.Module, str]) -> str:
         name = steps.get(about, f"{about}()")
     which_stays = _sentence(because.which_stays, names) if because.which_stays else ""
     return because.reason.value.format(name, which_stays)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The rules
+# --------------------------------------------------------------------------------------------------------------------
+
+# The dimensions of the weights that a norm can follow: 2 for a linear layer, 4 for a 2d convolution.
+_WEIGHT_DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
+    nn.BatchNorm1d: (2, 3),
+    nn.BatchNorm2d: (4,),
+    nn.BatchNorm3d: (5,),
+    nn.SyncBatchNorm: (2, 3, 4, 5),
+}
+# What may stand between a layer and the norm that follows it, and between a norm and a convolution that it feeds.
+_BEFORE_A_NORM = {"identity", "dropout", "contiguous", "clone", "avgpool", "adaptiveavgpool", "upsample"}
+# Between a linear layer, whose features are the last dimension, and a norm of two dimensions
+_AFTER_A_LINEAR = {"identity", "dropout", "contiguous", "clone", "view"}
+_AFTER_A_NORM = {
+    *(_BEFORE_A_NORM - {"adaptiveavgpool"}),  # after which a convolution is a classifier
+    *("relu", "relu6", "leakyrelu", "prelu", "rrelu", "elu", "selu", "celu", "gelu", "silu", "mish", "hardswish"),
+    *("hardtanh", "hardsigmoid", "sigmoid", "tanh", "softplus", "softsign", "logsigmoid", "clamp", "clampmin"),
+    *("maxpool", "paddedavgpool", "pad"),
+}
+_AFTER_A_SUM = {*_AFTER_A_NORM, "add", "cat"}
+# What may stand between layers and a norm that belongs to what it feeds: sums and all that leaves channels channels.
+_BEFORE_A_SUM = {*_AFTER_A_SUM, "mul", "getitem", "slice", "split", "splitwithsizes", "chunk"}
+
+_Fixed = Mapping[nn.Module, Because]  # the modules that have to stay
+_Partners = dict[nn.Module, tuple[nn.Module | None, Place]]  # the norm whose work a layer can do
+
+
+def attribute(
+    model: nn.Module,
+    flow: Flow,
+    skip: Iterable[str] = (),
+    include: Iterable[str] = (),
+    trained: bool | None = None,
+) -> dict[nn.Module, Decision]:
+    """Decide what becomes of every layer and every norm of a model, in the model's order.
+
+    A network is trained if one of its norms has statistics, unless the caller knows better.
+    """
+    # Rule 1: what has to stay
+    candidates = [module for module in model.modules() if _is_layer(module) or is_batch_norm(module)]
+    skipped, included = _named(model, "skip", skip), _named(model, "include", include)
+    fixed = {module: because for module in candidates if (because := _why_fixed(module, flow, skipped))}
+    layers: list[nn.Module] = [module for module in candidates if _is_layer(module) and module not in fixed]
+    norms = [module for module in candidates if is_batch_norm(module) and module not in fixed]
+
+    exact = {norm for norm in norms if _is_exact(norm, trained)}
+
+    # Rule 2: norms after layers
+    following = {layer: norm for layer in layers if (norm := _following(layer, flow))}
+    followed = {norm: its_layers for norm in norms if (its_layers := _followed(norm, following, flow))}
+    partners = _Partners((layer, (norm, Place.FOLLOWS)) for norm in followed for layer in followed[norm])
+
+    # Rules 3 and 4: norms of something else
+    other_norms = {
+        norm: _affine_or_kept(norm, flow, fixed) if norm in exact else _fed_or_kept(norm, flow, fixed)
+        for norm in norms
+        if norm not in followed
+    }
+    feeding = [norm for norm, decision in other_norms.items() if not isinstance(decision, Kept)]
+    partners |= _along_branches(feeding, partners, flow, fixed)
+
+    # Rule 5: layers that add to a sum
+    others = [layer for layer in layers if layer not in partners]
+    summed = {layer: norm for layer in others if (norm := _norm_of_the_sum(layer, flow, feeding))}
+    partners |= {layer: (norm, Place.AFTER_A_SUM) for layer, norm in summed.items()}
+
+    # Rule 6: layers that are asked for
+    asked_for = included - following.keys() - partners.keys()
+    partners |= {layer: (None, Place.NOWHERE) for layer in layers if layer in asked_for}
+
+    decided: dict[nn.Module, Decision] = {
+        **{module: Kept((because,)) for module, because in fixed.items()},
+        **{norm: Removed(Place.FOLLOWS, its_layers) for norm, its_layers in followed.items()},
+        **other_norms,
+    }
+    for layer in layers:
+        if layer in partners:
+            norm, place = partners[layer]
+            as_trained = norm in exact if place is Place.FOLLOWS else bool(exact or trained)
+            decided[layer] = Balanced(norm, place, not as_trained and _is_signed(layer, flow), as_trained)
+        elif isinstance(decided.get(following.get(layer, layer)), Kept):
+            decided[layer] = Kept((Because(Reason.ITS_NORM_STAYS, following[layer]),))
+        else:
+            decided[layer] = Kept((Because(Reason.NO_NORM),))
+    return {module: decided[module] for module in candidates}
+
+
+def is_batch_norm(module: nn.Module | None) -> bool:
+    """Whether it is a BatchNorm of any kind, even one that only its name and its buffers show."""
+    return isinstance(module, _BatchNorm) or (
+        module is not None
+        and "BatchNorm" in type(module).__name__
+        and "running_mean" in dict(module.named_buffers(recurse=False))
+    )
+
+
+def is_norm_act(module: nn.Module) -> bool:
+    """Whether it is one of timm's norms with built-in dropout and activation."""
+    kind = type(module)
+    return kind.__name__ in ("BatchNormAct2d", "SyncBatchNormAct") and kind.__module__.startswith("timm.")
+
+
+def torch_class(module: nn.Module) -> type[nn.Module] | None:
+    """The layer or norm of torch's that the module computes as: its own class, or one that it changes nothing of."""
+    kind = type(module)
+    base = next((base for base in kind.__mro__ if base in BALANCED or base in _WEIGHT_DIMENSIONS), None)
+    code = ("__call__", "__getattr__", "forward", "_conv_forward", "_output_padding", "_check_input_dim", "weight")
+    return base if all(getattr(kind, name, None) is getattr(base, name, None) for name in code) else None
+
+
+def _is_layer(module: nn.Module | None) -> TypeGuard[_ConvNd | nn.Linear]:
+    return isinstance(module, _ConvNd | nn.Linear)
+
+
+def _is_exact(norm: nn.Module, trained: bool | None) -> bool:
+    """Whether the layers have to compute what they computed with this norm, which they can if it has statistics."""
+    if not isinstance(norm, _BatchNorm) or norm.running_mean is None or norm.running_var is None:
+        return False
+    if trained is None and is_readable(norm.running_mean):
+        return bool((norm.running_mean != 0).any() or (norm.running_var != 1).any())
+    return bool(trained)
+
+
+def _is_signed(layer: nn.Module, flow: Flow) -> bool:
+    """Whether the layer's input can be negative."""
+    return not all(source.nonnegative for call in flow.by_module[layer] for source in call.inputs)
+
+
+def _named(model: nn.Module, option: Literal["skip", "include"], patterns: Iterable[str]) -> set[nn.Module]:
+    """The modules whose names match, and everything inside them."""
+    found = set[nn.Module]()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        roots = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
+        modules = {module for root in roots for module in root.modules()}
+        if not roots:
+            raise ValueError(f"{option}={pattern!r} matches no module; see model.named_modules() for their names")
+        if option == "include" and not any(_is_layer(module) for module in modules):
+            raise ValueError(f"include={pattern!r} matches no convolution and no linear layer")
+        found |= modules
+    return found
+
+
+def _why_fixed(module: nn.Module, flow: Flow, skipped: Collection[nn.Module]) -> Because | None:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if module in skipped:
+        return Because(Reason.SKIPPED)
+    if isinstance(module, BalNormLayer):
+        return Because(Reason.BALANCED_ALREADY)
+    if torch_class(module) is None and not is_norm_act(module):
+        return Because(Reason.NOT_OF_TORCH, type(module))
+    if module not in flow.by_module:
+        return Because(Reason.NOT_CALLED)
+    if module in flow.used_directly:
+        return Because(Reason.USED_DIRECTLY)
+    if any(hooks):
+        return Because(Reason.HAS_HOOKS)
+    if "forward" in vars(module):
+        return Because(Reason.FORWARD_REPLACED)
+    if _is_layer(module) and _fan_in(module) < 2:
+        return Because(Reason.ONE_WEIGHT)
+    return None
+
+
+def _fan_in(layer: _ConvNd | nn.Linear) -> int:
+    if isinstance(layer, _ConvNd) and layer.transposed:
+        return layer.weight[:, 0].numel() // layer.groups
+    return layer.weight[0].numel()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Layers, and norms that follow them
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _following(layer: nn.Module, flow: Flow) -> nn.Module | None:
+    """The norm that the output of a layer always goes to, if it goes nowhere else."""
+    users = [_only_user(call) for call in flow.by_module[layer]]
+    modules = {user.module if user else None for user in users}
+    norm = modules.pop() if len(modules) == 1 else None
+    return norm if _fits(layer, norm, flow) else None
+
+
+def _followed(norm: nn.Module, following: Mapping[nn.Module, nn.Module], flow: Flow) -> tuple[nn.Module, ...]:
+    """The layers that a norm follows, if it is called for nothing else."""
+    layers = tuple(layer for layer, its_norm in following.items() if its_norm is norm)
+    calls = sum(len(flow.by_module[layer]) for layer in layers)
+    return layers if calls == len(flow.by_module[norm]) else ()
+
+
+def _fits(layer: nn.Module | None, norm: nn.Module | None, flow: Flow) -> bool:
+    """Whether the channels of the norm are the outputs of the layer."""
+    if not isinstance(norm, _BatchNorm) or not _is_layer(layer):
+        return False
+    if isinstance(layer, nn.Linear):
+        # A norm of something with three dimensions goes over the second, a linear layer over the last. Reshaping to
+        # two dimensions, the second of the same size, leaves the last one what it was.
+        outputs, fitting = layer.out_features, all(call.dimensions == 2 for call in flow.by_module[norm])
+    else:
+        outputs, fitting = layer.out_channels, True
+    allowed = [dimensions for kind, dimensions in _WEIGHT_DIMENSIONS.items() if isinstance(norm, kind)]
+    return fitting and norm.num_features == outputs and any(layer.weight.dim() in some for some in allowed)
+
+
+def _why_not_following(norm: nn.Module, flow: Flow, fixed: _Fixed) -> Because:
+    for call in flow.by_module[norm]:
+        source = _source(call)
+        layer = source.module
+        if not _is_layer(layer):
+            return Because(Reason.FOLLOWS_NO_LAYER, _what(source))
+        if layer in fixed:
+            return Because(Reason.FOLLOWS_KEPT, layer, fixed[layer])
+        if isinstance(layer, nn.Linear) and source.dimensions is None:
+            return Because(Reason.UNKNOWN_DIMENSIONS, layer)
+        if not _fits(layer, norm, flow):
+            return Because(Reason.DOES_NOT_FIT, layer)
+        if _only_user(source) is not call:
+            return Because(Reason.SHARES_OUTPUT, layer)
+    return Because(Reason.ONE_OF_SEVERAL)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Norms of something else, the layers that they feed, and those that add to what they normalised
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _affine_or_kept(norm: nn.Module, flow: Flow, fixed: _Fixed) -> Affine | Kept:
+    """A norm stays with a layer that has to stay: nothing else would normalise that layer in training."""
+    why = _why_not_following(norm, flow, fixed)
+    return Kept((why,)) if why.which_stays and why.which_stays.reason is not Reason.ONE_WEIGHT else Affine(why)
+
+
+def _fed_or_kept(norm: nn.Module, flow: Flow, fixed: _Fixed) -> Removed | Kept:
+    """Whether the layers that it feeds can replace a norm that belongs to no layer before it."""
+    why = _why_not_following(norm, flow, fixed)
+    for call in flow.by_module[norm]:
+        source = _source(call)
+        for_this_norm = source.module in fixed or _only_user(source) is call
+        if _is_layer(source.module) and (for_this_norm or not _only_for_sums(source)):
+            return Kept((why,))  # it has its place, whatever it feeds
+        origin = _strange_origin(call)
+        if origin is not None:
+            return Kept((why,) if origin is source else (why, Because(Reason.STRANGE_ORIGIN, _what(origin))))
+    fed = _fed(norm, flow, fixed)
+    return fed if isinstance(fed, Removed) else Kept((why, fed))
+
+
+def _fed(norm: nn.Module, flow: Flow, fixed: _Fixed) -> Removed | Because:
+    """The convolutions that a norm feeds, or the reason why they cannot replace it."""
+    layers, in_place = dict[nn.Module, None](), list[nn.Module]()
+    steps = list(flow.by_module[norm])
+    while steps:
+        for user in steps.pop().users:
+            if _is_layer(user.module) and not isinstance(user.module, nn.Linear):
+                if user.module in fixed:
+                    return Because(Reason.FEEDS_KEPT, user.module, fixed[user.module])
+                layers[user.module] = None
+            elif user.name not in _AFTER_A_NORM:
+                return Because(Reason.FEEDS_NO_LAYER, _what(user))
+            elif not user.in_place:
+                steps.append(user)
+            elif user.module is None:
+                return Because(Reason.CHANGED_IN_PLACE, user.name)
+            else:
+                steps.append(user)
+                in_place.append(user.module)
+    return Removed(Place.FEEDS, tuple(layers), tuple(in_place)) if layers else Because(Reason.FEEDS_NOTHING)
+
+
+def _strange_origin(call: Call) -> Call | None:
+    """What a norm's input comes from, past sums and the like, other than layers and norms."""
+    seen, steps = set[Call](), [call]
+    while steps:
+        for source in steps.pop().inputs:
+            if source in seen or _is_layer(source.module) or is_batch_norm(source.module):
+                continue
+            if source.name not in _BEFORE_A_SUM:
+                return source
+            seen.add(source)
+            steps.append(source)
+    return None
+
+
+def _along_branches(openings: Iterable[nn.Module], partners: _Partners, flow: Flow, fixed: _Fixed) -> _Partners:
+    """Partners for the layers without one in the branches that these norms open."""
+    found, norms = _Partners(), list(openings)
+    for norm in norms:  # and those that are found on the way
+        fed = _fed(norm, flow, fixed)
+        for layer in fed.layers if isinstance(fed, Removed) else ():
+            its_norm, _ = partners.get(layer) or found.setdefault(layer, (norm, Place.FEEDS))
+            if its_norm and its_norm not in norms:
+                norms.append(its_norm)
+    return found
+
+
+def _norm_of_the_sum(layer: nn.Module, flow: Flow, norms: Collection[nn.Module]) -> nn.Module | None:
+    """The first of these norms that normalises a sum, or a concatenation, that a convolution is part of."""
+    steps = list(flow.by_module[layer]) if not isinstance(layer, nn.Linear) else []
+    if not all(_only_for_sums(step) for step in steps):
+        return None
+    for step in steps:  # and those that are found on the way
+        for user in step.users:
+            if user.module in norms:
+                return user.module
+            if user.name in _AFTER_A_SUM and user not in steps:
+                steps.append(user)
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Steps of the forward pass
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _what(call: Call) -> nn.Module | str:
+    return call.name if call.module is None else call.module
+
+
+def _source(call: Call) -> Call:
+    """The step that the input comes from, past those that may stand before a norm."""
+    for between in (_AFTER_A_LINEAR, _BEFORE_A_NORM):
+        source = call
+        while source.inputs:
+            source = source.inputs[0]
+            if source.name not in between:
+                break
+        if isinstance(source.module, nn.Linear):
+            break
+    return source
+
+
+def _only_user(call: Call) -> Call | None:
+    """The one step that the output of a layer goes to, past those that may stand before a norm."""
+    between = _AFTER_A_LINEAR if isinstance(call.module, nn.Linear) else _BEFORE_A_NORM
+    while len(call.users) == 1:
+        (user,) = call.users
+        if user.name not in between:
+            return user
+        call = user
+    return None
+
+
+def _only_for_sums(call: Call) -> bool:
+    """Whether the output goes to norms, or towards sums, and nowhere else."""
+    return all(user.name in _AFTER_A_SUM or is_batch_norm(user.module) for user in call.users)

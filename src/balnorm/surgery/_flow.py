@@ -21,11 +21,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from balnorm._core.torch_private import storage_key
+from balnorm.channels import ChannelAffine
 from balnorm.layers import BalNormLayer
-from balnorm.surgery._model import undisturbed
+from balnorm.surgery._model import tensors_in, undisturbed
 
 __all__ = ["Call", "Flow", "canonical", "data_flow", "recorded", "traced"]
 
@@ -72,7 +72,11 @@ class Flow:
         in_place: bool = False,
     ) -> Call:
         call = Call(canonical(name), len(self.calls), module, list(dict.fromkeys(inputs)), in_place=in_place)
-        call.nonnegative = nonnegative or _is_nonnegative(call, args, kwargs or {})
+        if call.name == "avgpool" and _averages_padding(module, args, kwargs or {}):
+            call.name = "paddedavgpool"
+        elif call.name == "upsample" and "area" in (getattr(module, "mode", None), (kwargs or {}).get("mode")):
+            call.name = "adaptiveavgpool"  # which it is
+        call.nonnegative = nonnegative or _is_nonnegative(call, name, args, kwargs or {})
         for source in call.inputs:
             source.users.append(call)
         self.calls.append(call)
@@ -81,14 +85,11 @@ class Flow:
         return call
 
 
-def data_flow(model: nn.Module, example_input: Tensor | tuple[Any, ...] | list[Any] | None = None) -> Flow:
-    """The data flow of ``model``: traced if possible, otherwise recorded while it runs on ``example_input``.
+def data_flow(model: nn.Module, arguments: tuple[Any, ...] = ()) -> Flow:
+    """The data flow of ``model``: traced if possible, otherwise recorded while it runs on the given arguments.
 
-    Inputs count as possibly negative unless ``example_input`` shows that they are not. The model is left as it was.
+    Inputs count as possibly negative unless the arguments show that they are not. The model is left as it was.
     """
-    if not isinstance(example_input, Tensor | tuple | list | None):
-        raise TypeError(f"example_input must be a tensor or a tuple of arguments, got a {type(example_input).__name__}")
-    arguments = (example_input,) if isinstance(example_input, Tensor) else tuple(example_input or ())
     for name, module in model.named_modules():
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
             raise ValueError(f"{name} does not know its shape yet: run a batch through the model first")
@@ -98,7 +99,7 @@ def data_flow(model: nn.Module, example_input: Tensor | tuple[Any, ...] | list[A
         try:
             return traced(model, arguments)
         except Exception as error:  # symbolic tracing runs the model's own code, which can raise anything
-            if example_input is None:
+            if not arguments:
                 raise ValueError(
                     f"this {type(model).__name__} cannot be traced symbolically ({_first_line(error)}): "
                     "give example_input=..., a small batch that it can be run on"
@@ -111,7 +112,7 @@ def is_leaf(module: nn.Module) -> bool:
     of_torch = type(module).__module__.startswith("torch.nn.") and not isinstance(
         module, nn.Sequential | nn.ModuleList | nn.ModuleDict
     )
-    return of_torch or isinstance(module, _ConvNd | _NormBase | nn.Linear | BalNormLayer)
+    return of_torch or isinstance(module, _ConvNd | _NormBase | nn.Linear | BalNormLayer | ChannelAffine)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -218,7 +219,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         self.inside_leaf = 0
 
     def made(self, value: Any, call: Call, *, in_place: bool = False) -> None:
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             self.keep.append(tensor)
             self.origin[_memory(tensor)] = call
             call.dimensions = tensor.dim()
@@ -226,7 +227,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
                 self.last_write[_memory(tensor)[0]] = call
 
     def sources(self, value: Any) -> list[Call]:
-        return [self.source(tensor) for tensor in _tensors(value)]
+        return [self.source(tensor) for tensor in tensors_in(value)]
 
     def source(self, tensor: Tensor) -> Call:
         memory = _memory(tensor)
@@ -275,7 +276,7 @@ def recorded(model: nn.Module, arguments: tuple[Any, ...]) -> Flow:
             recorder.made(output, call, in_place=in_place)
 
     pending: list[list[Call]] = []
-    for value in _tensors(arguments):
+    for value in tensors_in(arguments):
         recorder.made(value, flow.add("input", nonnegative=not _has_negative(value)))
     with ExitStack() as hooks:
         for module in model.modules():
@@ -292,23 +293,12 @@ def recorded(model: nn.Module, arguments: tuple[Any, ...]) -> Flow:
     return flow
 
 
-def _tensors(value: Any, depth: int = 4) -> list[Tensor]:
-    """All tensors in nested tuples, lists, dictionaries and plain objects."""
-    found = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | type):
-            found += _tensors(list(vars(leaf).values()), depth - 1)
-    return found
-
-
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return (storage_key(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
 def _has_negative(value: Any) -> bool:
-    return any(bool((tensor < 0).any()) for tensor in _tensors(value) if tensor.is_floating_point())
+    return any(bool((tensor < 0).any()) for tensor in tensors_in(value) if tensor.is_floating_point())
 
 
 def _has_linear_norm(model: nn.Module) -> bool:
@@ -332,6 +322,12 @@ _SYNONYMS = {
     "constantpad": "pad",
     "zeropad": "pad",
     "concat": "cat",
+    "unsafeview": "view",
+    "reshape": "view",
+    "reshapeas": "view",
+    "viewas": "view",
+    "flatten": "view",
+    "unflatten": "view",
 }
 _NONNEGATIVE = {"relu", "relu6", "sigmoid", "hardsigmoid", "softplus", "softmax", "exp", "abs", "square"}
 _BOUNDED_BELOW = {"hardtanh": "min_val", "clamp": "min", "clampmin": "min"}
@@ -339,9 +335,9 @@ _WITH_NUMBERS = {"add", "mul", "div", "pad"}
 _KEEPS_SIGN = {
     *_WITH_NUMBERS,
     *("cat", "stack", "maximum", "mean", "sum", "amax"),
-    *("maxpool", "avgpool", "adaptiveavgpool", "adaptivemaxpool", "upsamplenearest", "upsamplebilinear"),
+    *("maxpool", "avgpool", "paddedavgpool", "adaptiveavgpool", "adaptivemaxpool", "upsample"),
     *("dropout", "identity", "clone", "contiguous", "detach", "to", "tocopy", "alias"),
-    *("view", "unsafeview", "reshape", "flatten", "permute", "transpose", "expand", "squeeze", "unsqueeze"),
+    *("view", "permute", "transpose", "expand", "squeeze", "unsqueeze"),
     *("getitem", "slice", "select", "split", "splitwithsizes", "chunk", "unbind", "channelshuffle", "pixelshuffle"),
 }
 
@@ -349,11 +345,25 @@ _KEEPS_SIGN = {
 def canonical(name: str) -> str:
     """``MaxPool2d``, ``max_pool2d`` and ``max_pool2d_with_indices`` are all ``maxpool``."""
     name = name.lower().replace("_", "").removesuffix("withindices")
+    if name.startswith(("upsampl", "interpolate")):  # a function, a module, or an operator for each mode
+        return "upsample"
     name = re.sub(r"(\dd|nd)$", "", name)
     return _SYNONYMS.get(name, name)
 
 
-def _is_nonnegative(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _averages_padding(module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an average pool gives anything but a mean of inputs, so that it changes a constant input."""
+
+    def argument(position: int, name: str, default: Any) -> Any:
+        value = args[position] if len(args) > position else kwargs.get(name, default)
+        return getattr(module, name, value)
+
+    padding = argument(3, "padding", 0)
+    pads = any(padding) if isinstance(padding, tuple | list) else padding != 0
+    return bool(pads and argument(5, "count_include_pad", True)) or argument(6, "divisor_override", None) is not None
+
+
+def _is_nonnegative(call: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if call.name in _NONNEGATIVE or canonical(type(getattr(call.module, "act", None)).__name__) in _NONNEGATIVE:
         return True  # the latter is timm's norm with an activation inside
     if call.name in _BOUNDED_BELOW:
@@ -364,4 +374,7 @@ def _is_nonnegative(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         numbers = [*args, *kwargs.values(), getattr(call.module, "value", 0)]
         if any(isinstance(number, int | float) and number < 0 for number in numbers):
             return False
+    words = [name, getattr(call.module, "mode", None), *args, *kwargs.values()]
+    if any(isinstance(word, str) and "bicubic" in word for word in words):  # it overshoots
+        return False
     return call.name in _KEEPS_SIGN and bool(call.inputs) and all(source.nonnegative for source in call.inputs)

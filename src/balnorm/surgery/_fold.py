@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from balnorm._checks import HAS_HOOKS, warn
-from balnorm.layers import BalNormLayer
-from balnorm.surgery._model import ModelT, refuse_wrapped, replace_modules
+from balnorm.channels import ChannelAffine
+from balnorm.layers import BALANCED, BalNormLayer
+from balnorm.surgery._flow import traced
+from balnorm.surgery._model import (
+    ModelT,
+    in_double_precision,
+    refuse_wrapped,
+    replace_modules,
+    tensors_in,
+    undisturbed,
+)
 
 __all__ = ["fold"]
 
@@ -19,10 +32,11 @@ logger = logging.getLogger(__name__)
 def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
     """Replace every balanced layer by the plain torch layer with the same output in eval mode.
 
-    You can use and unpickle the result without balnorm, and it costs what an unnormalised network costs. Its weights
-    are balanced for ``running_mass`` (see :func:`update_stats`). It is for inference: trained further, it would be a
-    network without normalisation. The names of the folded layers are logged at level INFO. Hooks of the
-    layers are lost, with a warning.
+    A :class:`~balnorm.ChannelAffine` goes into the convolution or linear layer that it feeds, if that one alone reads
+    it and does not pad; otherwise it becomes a depthwise 1x1 convolution. You can use and unpickle the result without
+    balnorm, and it costs what an unnormalised network costs. Its weights are balanced for the running statistics (see
+    :func:`update_stats`). It is for inference: trained further, it would be a network without normalisation. The names
+    of the folded layers are logged at level INFO. Hooks of the layers are lost, with a warning.
 
     Args:
         model: any module with balanced layers; a module without any is returned unchanged.
@@ -51,7 +65,81 @@ def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
             warn(layer, HAS_HOOKS, name)
     logger.info("folding %d layers: %s", len(layers), ", ".join(layers))
     plain: dict[nn.Module, nn.Module] = {layer: layer.fuse() for layer in layers.values()}
+    affine = [module for module in model.modules() if isinstance(module, ChannelAffine)]
+    fed = _layers_fed(model, affine)
+    for module in affine:
+        if module in fed:
+            plain[fed[module]] = _with_factor(plain.get(fed[module], fed[module]), module)
+            plain[module] = nn.Identity().train(module.training)
+        else:
+            plain[module] = _depthwise(module)
     if inplace:
         return replace_modules(model, plain)
     # The copy gets the plain layers right away: balanced ones need not be copied first.
-    return copy.deepcopy(model, {id(layer): folded for layer, folded in plain.items()})
+    memo: dict[int, Any] = {id(layer): folded for layer, folded in plain.items()}
+    # Nor outputs of its last step that a model keeps as attributes: deepcopy refuses tensors that have a history.
+    for owner in model.modules():
+        kept = [value for name, value in vars(owner).items() if not name.startswith("_")]
+        memo |= {id(tensor): tensor.detach().clone() for tensor in tensors_in(kept) if not tensor.is_leaf}
+    return copy.deepcopy(model, memo)
+
+
+def _layers_fed(model: nn.Module, affine: Sequence[ChannelAffine]) -> dict[nn.Module, nn.Module]:
+    """The layer that each of these modules can be merged into, if there is one."""
+    if not affine:
+        return {}
+    try:
+        with undisturbed(model):
+            flow = traced(model)
+    except Exception:  # symbolic tracing runs the model's own code, which can raise anything
+        return {}
+    fed = dict[nn.Module, nn.Module]()
+    for module in affine:
+        calls = flow.by_module.get(module, [])
+        layers = {user.module for call in calls for user in call.users}
+        layer = layers.pop() if len(layers) == 1 else None
+        if layer is not None and _takes_any_factor(layer, module.axes) and layer not in flow.used_directly:
+            sources = [call.inputs for call in flow.by_module[layer]]
+            # Each of its inputs comes from this module, and each output of this module goes to it and nowhere else.
+            if sources == [[call] for call in calls] and not module._forward_hooks and not layer._forward_pre_hooks:
+                fed[module] = layer
+    return fed
+
+
+def _takes_any_factor(layer: nn.Module, axes: int) -> bool:
+    """Whether a factor and a shift of the input can become part of the weight and the bias."""
+    if not isinstance(layer, BalNormLayer) and type(layer) not in BALANCED:
+        return False
+    if isinstance(layer, nn.Linear):
+        return axes == 0  # otherwise its features are not the channels
+    padding = layer.padding
+    pads = padding != "valid" if isinstance(padding, str) else any(padding)  # type: ignore[arg-type]
+    return not layer.transposed and not (pads and layer.padding_mode == "zeros")
+
+
+@torch.no_grad()
+def _with_factor(layer: nn.Module, affine: ChannelAffine) -> nn.Module:
+    """A plain layer that computes what ``layer`` computes after ``affine``."""
+    assert isinstance(layer, _ConvNd | nn.Linear)
+    weight, groups = in_double_precision(layer.weight), getattr(layer, "groups", 1)
+    factor, shift = (in_double_precision(values) for values in (affine.factor, affine.bias))
+    by_output = (groups, weight.shape[0] // groups, weight.shape[1], -1)
+    weight, by_input = weight.reshape(by_output), (groups, 1, by_output[2], 1)
+    bias = (weight * shift.view(by_input)).sum((2, 3)).flatten()
+    if layer.bias is not None:
+        bias = bias + in_double_precision(layer.bias)
+    merged = copy.deepcopy(layer)
+    merged.weight.copy_((weight * factor.view(by_input)).view_as(layer.weight))
+    merged.bias = nn.Parameter(bias.to(layer.weight), layer.weight.requires_grad)
+    return merged
+
+
+def _depthwise(affine: ChannelAffine) -> nn.Module:
+    """A factor and a shift for each channel as torch's own layers."""
+    kind = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[max(1, affine.axes)]
+    channels, learns = affine.channels, affine.bias.requires_grad
+    layer = kind(channels, channels, 1, groups=channels, device="meta")
+    layer.weight = nn.Parameter(affine.factor.detach().clone().view(layer.weight.shape), requires_grad=learns)
+    layer.bias = nn.Parameter(affine.bias.detach().clone(), requires_grad=learns)
+    plain = layer if affine.axes else nn.Sequential(nn.Unflatten(1, (channels, 1)), layer, nn.Flatten())
+    return plain.train(affine.training)

@@ -9,13 +9,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "ModelT",
+    "device_of",
     "in_double_precision",
     "input_of_batch",
     "refuse_wrapped",
     "replace_modules",
+    "tensors_in",
     "uncompiled",
     "undisturbed",
 ]
@@ -73,8 +76,12 @@ def input_of_batch(batch: Any, model: nn.Module, otherwise: str = "") -> Tensor:
     if not isinstance(x, Tensor):
         expected = "a batch must be a tensor, or a tuple or list that starts with one"
         raise TypeError(f"{expected}, got a {type(x).__name__}{otherwise}")
-    place = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), x.device)
-    return x.to(place)
+    return x.to(device_of(model, x))
+
+
+def device_of(model: nn.Module, tensor: Tensor) -> torch.device:
+    """Where the model is, or the tensor if the model has no tensors."""
+    return next((own.device for own in [*model.parameters(), *model.buffers()]), tensor.device)
 
 
 def in_double_precision(tensor: Tensor) -> Tensor:
@@ -107,7 +114,22 @@ def _with_new(value: Any, new: dict[nn.Module, nn.Module]) -> Any:
     return value
 
 
+def tensors_in(value: Any, depth: int = 4) -> list[Tensor]:
+    """All tensors in nested tuples, lists, dictionaries and plain objects."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | type):
+            found += tensors_in(list(vars(leaf).values()), depth - 1)
+    return found
+
+
 def refuse_wrapped(model: nn.Module, operation: str) -> None:
+    if not isinstance(model, nn.Module):
+        what = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
+        message = f"{operation} takes a model, which is a torch.nn.Module, got {what}"
+        raise TypeError(getattr(type(model), "_message", message))
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     for name, module in model.named_modules():
         where = f"the model's {name}" if name else "the model"

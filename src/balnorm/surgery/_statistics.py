@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from balnorm.layers import BalNormLayer
+from balnorm.layers import BalNormLayer, layer_statistics
 from balnorm.surgery._model import ModelT, input_of_batch, uncompiled, undisturbed
 
-__all__ = ["freeze_stats", "unfreeze_stats", "update_stats"]
+__all__ = ["StatisticsSum", "freeze_stats", "unfreeze_stats", "update_stats"]
 
 
 def update_stats(
@@ -25,8 +25,8 @@ def update_stats(
     Use it when the weights are not those of the training steps: averaged (EMA, SWA, schedule-free) or edited.
     Afterwards the running statistics are those of all samples together, whatever the sizes of the batches (a centred
     mass: the mean of those of the batches); if :mod:`torch.distributed` is initialised, those of all processes. The
-    model runs in eval mode, but its balanced layers use each batch's own statistics, as in training. Layers with frozen statistics keep them. If an error occurs, no
-    statistics change.
+    model runs in eval mode, but its balanced layers use each batch's own statistics, as in training. Layers with frozen
+    statistics keep them. If an error occurs, no statistics change.
 
     It does not update BatchNorm layers in the same model: call :func:`torch.optim.swa_utils.update_bn` for them first.
 
@@ -49,7 +49,7 @@ def update_stats(
         for layer in model.modules()
         if isinstance(layer, BalNormLayer) and layer.running_mass is not None and not layer.stats_frozen
     ]
-    sums = {layer: _StatisticsSum(layer) for layer in layers}
+    sums = {layer: StatisticsSum(layer) for layer in layers}
     with undisturbed(model), torch.no_grad(), ExitStack() as hooks:
         model.eval()
         for layer in layers:
@@ -58,14 +58,14 @@ def update_stats(
                 layer.options, momentum=1.0, stats_fraction=1.0, sync_stats=False, process_group=None
             )
             layer.train()
-            hooks.enter_context(layer.register_forward_pre_hook(sums[layer].before))
-            hooks.enter_context(layer.register_forward_hook(sums[layer].after, prepend=True))
+            hooks.enter_context(layer.register_forward_pre_hook(sums[layer].forget))
+            hooks.enter_context(layer.register_forward_hook(sums[layer].add_tracked, prepend=True))
         for batch in loader:
             if forward is None:
                 model(input_of_batch(batch, model, otherwise=": for others, give forward=..."))
             else:
                 forward(model, batch)
-        results = [(layer, *sums[layer].result()) for layer in layers]
+        results = [(layer, *sums[layer].result(of_all_processes=True)) for layer in layers]
     if layers and all(int(batches) == 0 for _, _, batches in results):
         raise ValueError(
             "no batch reached a balanced layer, so the statistics stay what they were: is the loader empty or used up?"
@@ -83,33 +83,43 @@ def _buffers(layer: BalNormLayer) -> tuple[Tensor, Tensor, Tensor]:
     return layer.running_mean, layer.running_mass, layer.num_batches_tracked
 
 
-class _StatisticsSum:
+class StatisticsSum:
     """The statistics of many batches together: each one's, weighted by the number of outputs it is an average over."""
 
     def __init__(self, layer: BalNormLayer) -> None:
         _, mass, _ = _buffers(layer)
         dtype = torch.float32 if mass.device.type == "mps" else torch.float64
-        self.group = layer.process_group
+        self.layer = layer
         self.sums = torch.zeros((2, *mass.shape), dtype=dtype, device=mass.device)
         self.outputs = torch.zeros((), dtype=dtype, device=mass.device)
         self.batches = torch.zeros((), dtype=torch.long, device=mass.device)
 
-    def before(self, layer: BalNormLayer, _: Any) -> None:
+    def forget(self, layer: BalNormLayer, _: Any) -> None:
         layer.reset_running_stats()
 
-    def after(self, layer: BalNormLayer, _: Any, output: Tensor) -> None:
+    def add_tracked(self, layer: BalNormLayer, _: Any, output: Tensor) -> None:
         """Add what the layer has just tracked; it does not count a batch that is empty or not finite."""
         mean, mass, batches = _buffers(layer)
-        outputs = batches * (output.numel() // layer.gain.numel())
-        self.sums += torch.stack([mean, mass]).to(self.sums.dtype) * outputs
+        self._add(torch.stack([mean, mass]), batches, output)
+
+    def add_input(self, output: Tensor, input: Tensor, output_size: Sequence[int] | None = None) -> None:
+        """Add what the layer would track of an input of the plain layer that it replaces."""
+        options = dataclasses.replace(self.layer.options, stats_fraction=1.0)
+        statistics = torch.stack(layer_statistics(self.layer, input, output_size, options=options))
+        finite = statistics.isfinite().all()
+        self._add(torch.where(finite, statistics, 0.0), finite.long(), output)
+
+    def _add(self, statistics: Tensor, batches: Tensor, output: Tensor) -> None:
+        outputs = batches * (output.numel() // self.layer.gain.numel())
+        self.sums += statistics.to(self.sums.dtype) * outputs
         self.outputs += outputs
         self.batches += batches
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Mean and mass, and the number of batches that they come from, over all processes."""
-        if dist.is_available() and dist.is_initialized():
+    def result(self, *, of_all_processes: bool = False) -> tuple[Tensor, Tensor]:
+        """Mean and mass, and the number of batches that they come from."""
+        if of_all_processes and dist.is_available() and dist.is_initialized():
             for tensor in (self.sums, self.outputs, self.batches):
-                dist.all_reduce(tensor, group=self.group)
+                dist.all_reduce(tensor, group=self.layer.process_group)
         return self.sums / self.outputs, self.batches
 
 
