@@ -503,13 +503,12 @@ class NoDoublePrecision(TorchDispatchMode):
     "look",
     [
         lambda model, x: str(balance_report(model, x)),
-        lambda model, x: convert(model, calibrate=x),
         lambda model, x: scale_to_data(convert(model, example_input=x)[0], x),
     ],
 )
 def test_double_precision_is_left_to_the_function_that_knows_who_has_none(look, monkeypatch):
     """Apple's GPUs do not: there, these functions failed. (Here a CPU without it stands for them.)"""
-    for module in ("diagnostics", "surgery._calibrate", "surgery._scale", "surgery._shifts"):
+    for module in ("diagnostics", "surgery._scale"):
         monkeypatch.setattr(f"balnorm.{module}.in_double_precision", Tensor.float)
     model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     with NoDoublePrecision():
