@@ -3,7 +3,6 @@
 import copy
 import inspect
 import pickle
-from pathlib import Path
 
 import pytest
 import torch

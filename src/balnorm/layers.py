@@ -140,8 +140,8 @@ class BalNormLayer(nn.Module):
         self.reset_running_stats()
 
     def _write_form(self) -> None:
-        with torch.no_grad():
-            self.form.copy_(torch.tensor(_form(self)))
+        for place, code in enumerate(_form(self)):
+            self.form[place].fill_(code)  # a copy from the CPU would wait for the device
 
     def reset_running_stats(self) -> None:
         """Forget the statistics: until the next batch in training mode, means are 0 and masses 1."""
