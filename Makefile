@@ -87,7 +87,7 @@ $(VENV)-torch-%/.ready:
 		scikit-learn
 	touch $@
 
-STUDY_TESTS := cli command_line_failures data distribution download mixup pack package page processor ray report study training zoo
+STUDY_TESTS := cli command_line_failures data distribution download exact experiment mixup pack package page processor ray report study training zoo
 STUDY_SOURCES := __main__.py cli.py commands.py console.py data errors.py export.py locking.py profiling.py recipes.py study training
 LIBRARY_TESTS := tests src --ignore=tests/held.py --ignore=tests/ray_study.py $(STUDY_TESTS:%=--ignore=tests/test_%.py) \
 	$(STUDY_SOURCES:%=--ignore=src/balnorm/%)

@@ -123,54 +123,65 @@ def twin(layer: balnorm.BalNormLayer, dtype: torch.dtype) -> balnorm.BalNormLaye
     return copy.deepcopy(layer).to(dtype)
 
 
-# Ways to hand the layer something else than it expects. Each returns what the layer runs on, or None for "as before",
-# and may change the layer; the outcome has to be a right result or a refusal.
+# Ways to hand the layer something else than it expects. Each changes the layer, and returns whether a call must be
+# refused; if not, it has to be right.
 
 
-def other_kernel(draw, layer, x):
+def other_kernel(draw, layer):
     shape = list(layer.weight.shape)
-    if len(shape) > 2:
-        axis = draw.randrange(2, len(shape))
-        shape[axis] = max(0, shape[axis] + draw.choice([-1, 1, 2]))
-        layer.weight = nn.Parameter(torch.randn(shape, dtype=layer.weight.dtype))
+    if len(shape) == 2:
+        return False
+    axis = draw.randrange(2, len(shape))
+    shape[axis] = max(0, shape[axis] + draw.choice([-1, 1, 2]))
+    layer.weight = nn.Parameter(torch.randn(shape, dtype=layer.weight.dtype))
+    return True
 
 
-def lost_memory(draw, layer, x):
+def lost_memory(draw, layer):
     victim = draw.choice([layer.weight, layer.gain, layer.running_mass])
     victim.data = victim.data.clone()
     victim.data.untyped_storage().resize_(0)
+    return True
 
 
-def odd_counter(draw, layer, x):
+def odd_counter(draw, layer):
     values = (torch.tensor(-1), torch.tensor(-5), torch.empty(0, dtype=torch.int64), torch.tensor(3, dtype=torch.int32))
     layer.num_batches_tracked = draw.choice(values)
+    return layer.num_batches_tracked.numel() == 0
 
 
-def odd_scale(draw, layer, x):
+def odd_scale(draw, layer):
     layer.output_scale = torch.rand(draw.choice([(), (1,), (0,), (2,), (4,)]), dtype=layer.weight.dtype) + 0.5
+    return layer.output_scale.numel() not in (1, layer.gain.numel())
 
 
-def wrong_vector(draw, layer, x):
+def wrong_vector(draw, layer):
     name = draw.choice(["bias", "gain"])
-    if getattr(layer, name) is not None:
-        vector = torch.randn(getattr(layer, name).numel() + draw.choice([-1, 1]), dtype=layer.weight.dtype)
-        setattr(layer, name, nn.Parameter(vector) if isinstance(getattr(layer, name), nn.Parameter) else vector)
+    old = getattr(layer, name)
+    if old is None:
+        return False
+    vector = torch.randn(old.numel() + draw.choice([-1, 1]), dtype=old.dtype)
+    setattr(layer, name, nn.Parameter(vector) if isinstance(old, nn.Parameter) else vector)
+    return True
 
 
-def integer_weight(draw, layer, x):
+def integer_weight(draw, layer):
     layer.weight = nn.Parameter(layer.weight.detach().long(), requires_grad=False)
+    return True
 
 
-def wrong_buffer(draw, layer, x):
+def wrong_buffer(draw, layer):
     name = draw.choice(["running_mean", "running_mass"])
     shape = list(getattr(layer, name).shape)
     shape[draw.randrange(len(shape))] += 1
     setattr(layer, name, torch.ones(shape, dtype=layer.weight.dtype))
+    return True
 
 
-def strided_buffer(draw, layer, x):
+def strided_buffer(draw, layer):
     for name in ("running_mean", "running_mass"):
         setattr(layer, name, lay_out(draw, getattr(layer, name)).detach())
+    return False
 
 
 MISUSES = [
@@ -218,7 +229,8 @@ def compare(number: int, found: dict, expected: dict, layer: balnorm.BalNormLaye
         assert ours.shape == true.shape, f"case {number}: {name} has another shape"
         if true.numel() and true.isfinite().all():
             error, size = float((ours.double() - true).abs().max()), float(true.abs().max())
-            allowed = (1e-2 if low else 1e-9) * (size + units.get(name, 0.0))
+            tolerance = 1e-9 if not low else 1e-3 if name.startswith("running") else 1e-2
+            allowed = tolerance * (size + units.get(name, 0.0))
             assert error <= allowed, f"case {number}: {name} is off by {error:.2e}, the largest value is {size:.2e}"
 
 
@@ -243,10 +255,10 @@ def run(number: int) -> str:
     if draw.random() < 0.2:
         layer.eval()
         exact.eval()
-    kind = draw.choice(["use", "use", "misuse", "hooks"])
+    kind, must_refuse = draw.choice(["use", "use", "misuse", "hooks"]), False
     if kind == "misuse":
         misuse = draw.choice(MISUSES)
-        misuse(draw, layer, x)
+        must_refuse = misuse(draw, layer)
     before = {name: buffer.clone() for name, buffer in layer.named_buffers() if buffer.untyped_storage().nbytes()}
     if kind == "misuse":
         exact = None if lost_memory is misuse else twin(layer, torch.float64)
@@ -257,6 +269,7 @@ def run(number: int) -> str:
             found = step(layer, x.to(dtype), frozen)
     except REFUSALS as error:
         refusal = error
+    assert refusal or not must_refuse, f"case {number} should have been refused"
     buffers = dict(layer.named_buffers())
     if refusal is not None and equal:
         for name, buffer in before.items():

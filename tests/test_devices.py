@@ -511,6 +511,7 @@ def test_double_precision_is_left_to_the_function_that_knows_who_has_none(look, 
     """Apple's GPUs do not: there, these functions failed. (Here a CPU without it stands for them.)"""
     for module in ("diagnostics", "surgery._exact", "surgery._fold", "surgery._scale"):
         monkeypatch.setattr(f"balnorm.{module}.in_double_precision", Tensor.float)
+    monkeypatch.setattr("balnorm.surgery._statistics.widest", lambda _: torch.float32)
     model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     with NoDoublePrecision():
         look(model, torch.rand(8, 3, 6, 6))

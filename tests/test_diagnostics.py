@@ -13,7 +13,7 @@ from cases import CASES, small_network
 
 @pytest.mark.parametrize("name", CASES)
 def test_balanced_layers_contribute_their_gain_on_both_sides(name):
-    layer = CASES[name].build(mass="position", one_pass=False)
+    layer = CASES[name].build(mass="position", one_pass=False, shift=True)
     (row,) = balance_report(layer, CASES[name].input()).layers
     # the pointwise mass of a linear layer leaves nothing out; a transposed one with stride likewise
     assert torch.allclose(row.positive, (layer.gain * layer.output_scale).double(), rtol=1e-4)
@@ -24,7 +24,7 @@ def test_balanced_layers_contribute_their_gain_on_both_sides(name):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("training", [True, False])
 def test_contributions_add_up_to_the_mean_output(name, training):
-    layer = CASES[name].build().train(training)
+    layer = CASES[name].build(shift=True).train(training)
     nn.init.normal_(layer.bias)
     x = CASES[name].input()
     for module in (layer, layer.fuse()):

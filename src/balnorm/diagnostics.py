@@ -36,8 +36,8 @@ class LayerBalance:
     """What the positive weights contribute to an output element, on average over the batch: of ``|x|``, and in a layer
     with ``centred=True`` of ``|x - mean|``."""
     negative: Tensor | None
-    """What the negative weights contribute. Where no input is negative, the mean output is ``positive - negative +
-    bias``."""
+    """What the negative weights contribute. If no input is negative and the weights are shifted, the mean output is
+    ``positive - negative + bias``."""
     mean: Tensor
     std: Tensor
     """The standard deviation of the output over batch and space, as ``mean`` is its mean."""

@@ -62,7 +62,7 @@ def balanced_conv(
     if running_mass is not None:
         expected = geometry.statistics_shape(inputs, kind)
         running_mean = torch.zeros_like(running_mass) if running_mean is None else running_mean
-        for name, buffer in (("mean", running_mean), ("mass", running_mass)):
+        for name, buffer in (("mass", running_mass), ("mean", running_mean)):
             if buffer.shape != expected:
                 raise ValueError(f"expected a running {name} of shape {expected}, got {tuple(buffer.shape)}")
         if num_batches_tracked is not None and num_batches_tracked.numel() != 1:

@@ -133,7 +133,8 @@ def batch_statistics(
         counted = (x[:samples].to(dtype) - centre).abs_()
         absolute = counted.sum(0, keepdim=True)
     else:
-        absolute = image(torch.linalg.vector_norm(counted, 1, 0, keepdim=True, dtype=dtype))
+        # Not the norm: without negative inputs, mean and mass have to be the same to the last bit.
+        absolute = sums - 2 * image(counted.clamp(max=0).sum(0, keepdim=True, dtype=dtype))
     return _per_output(sums, absolute, centre, samples, geometry, kind, among, False)
 
 
@@ -254,8 +255,9 @@ def counts(value: Tensor, magnitude: Tensor, terms: int) -> Tensor:
     """Whether a sum of this many terms, whose magnitudes are about ``magnitude``, is more than rounding error.
 
     This is the one rule for what can be balanced: the total mass against the sum of its magnitudes, and the
-    contribution of the positive weights against the mean that was subtracted. It is false for infinities and NaN, and
-    for numbers so small that their inverse does not exist.
+    contribution of the positive weights against the mean that was subtracted. A total mass is measured against the
+    input's mean too, or a constant input would have a centred mass of rounding errors. The rule is false for infinities
+    and NaN, and for numbers so small that their inverse does not exist.
     """
     limits = torch.finfo(value.dtype)
     rounding_error = 4 * limits.eps * math.sqrt(terms)
@@ -298,7 +300,9 @@ class _Balance(NamedTuple):
     mean: Tensor
 
 
-def _balance(weight: Tensor, mass: Tensor, one_pass: bool, shift: bool, groups: int, transposed: bool) -> _Balance:
+def _balance(
+    weight: Tensor, mass: Tensor, mean: Tensor | None, one_pass: bool, shift: bool, groups: int, transposed: bool
+) -> _Balance:
     dtype = torch.promote_types(torch.promote_types(weight.dtype, mass.dtype), torch.float32)
     w = by_output(weight, groups, transposed).to(dtype)
     m = _by_group(mass.to(dtype), w)
@@ -308,7 +312,10 @@ def _balance(weight: Tensor, mass: Tensor, one_pass: bool, shift: bool, groups: 
     # w'' does not change with the size of w, and is inverse to the size of m. So both are measured in units of their
     # own, which are constants: nothing overflows, here or in the gradient, whatever the size of inputs and weights.
     total = m.detach().sum(row, keepdim=True)
-    present = counts(total, m.detach().abs().sum(row, keepdim=True), terms)
+    size = m.detach().abs()
+    if mean is not None:
+        size = torch.maximum(size, _by_group(mean.detach().to(dtype), w).abs())
+    present = counts(total, size.sum(row, keepdim=True), terms)
     unit_of_mass = torch.where(present, total, 1.0)
     m = torch.where(present, m, 0.0) / unit_of_mass
     total = torch.where(present, m.sum(row, keepdim=True), 1.0)
@@ -318,19 +325,19 @@ def _balance(weight: Tensor, mass: Tensor, one_pass: bool, shift: bool, groups: 
         floor = FLOOR * torch.where(present, total * unit_of_mass, 0.0).mean(0, keepdim=True) / unit_of_mass
         divisor = torch.where(floor > total, floor, total)
 
-    mean = (share * w).sum(row, keepdim=True)
-    shifted = w - mean if shift else w
+    weighted_mean = (share * w).sum(row, keepdim=True)
+    shifted = w - weighted_mean if shift else w
     if shift:
         positive = w > 0 if one_pass else shifted > 0
         c = (share * torch.where(positive, shifted, 0.0)).sum(row, keepdim=True)
-        alive = present & counts(c.detach(), mean.detach(), terms)
+        alive = present & counts(c.detach(), weighted_mean.detach(), terms)
     else:
         c = (share * w.abs()).sum(row, keepdim=True) / 2
         alive = present & counts(c.detach(), torch.zeros_like(c), terms)
     unit_of_weight = torch.where(alive, c.detach(), 1.0)
     factor = torch.where(alive, 1.0, 0.0) / torch.where(alive, c / unit_of_weight * divisor, 1.0)
     factor = factor * _inverse(unit_of_mass, present)
-    return _Balance(shifted / unit_of_weight, factor, present, divisor * unit_of_mass, c, mean)
+    return _Balance(shifted / unit_of_weight, factor, present, divisor * unit_of_mass, c, weighted_mean)
 
 
 def balance(
@@ -349,7 +356,7 @@ def balance(
     There is no epsilon. Where M or c vanishes to rounding error (dead inputs, equal weights, in one pass weights of one
     sign), w'' and the offset are zero, and so are their gradients. Without a ``mean`` the offset is zero.
     """
-    balanced = _balance(weight, mass, one_pass, shift, groups, transposed)
+    balanced = _balance(weight, mass, mean, one_pass, shift, groups, transposed)
     effective = balanced.direction * balanced.factor
     outputs = effective.shape[:2]
     if gain is not None:
@@ -357,8 +364,10 @@ def balance(
     if mean is None:
         offset = effective.new_zeros(outputs.numel())
     else:
-        # A mean that is not finite must not make a NaN of the zero beside it.
-        met = torch.where(balanced.present, _by_group(mean.to(effective.dtype), effective), 0.0)
+        # Where weights are shifted, sum w'' a = 0. So the mass can be subtracted, which makes the paper's case exact. A
+        # mean that is not finite must not make a NaN of the zero beside it.
+        level = mean.to(effective.dtype) - mass.to(effective.dtype) if shift else mean.to(effective.dtype)
+        met = torch.where(balanced.present, _by_group(level, effective), 0.0)
         offset = (effective * met).flatten(2).sum(2).flatten()
     result = saturate(from_by_output(effective, transposed), weight.dtype)
     return (like_weight(result, weight) if transposed else result), offset
@@ -368,7 +377,7 @@ def contribution(
     weight: Tensor, mass: Tensor, *, shift: bool, one_pass: bool, groups: int, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The divisor M of w'', the contribution c and the weighted mean sum p w of every output channel, each (D,)."""
-    balanced = _balance(weight, mass, one_pass, shift, groups, transposed)
+    balanced = _balance(weight, mass, None, one_pass, shift, groups, transposed)
     outputs = balanced.direction.shape[:2]
     values = (balanced.divisor, balanced.contribution, balanced.mean)
     divisor, c, mean = (v.flatten(1).expand(outputs).flatten() for v in values)
@@ -401,7 +410,7 @@ class Rows(NamedTuple):
     share: Tensor
     """Row of p; 0 where there is no mass."""
     met: Tensor
-    """Row of mu; 0 where there is no mass."""
+    """Row of mu, with the shift of mu - a (where sum w'' a = 0); 0 where there is no mass."""
     inverse_total: Tensor
     """1 / M; 0 where there is no mass."""
     inverse_divisor: Tensor
@@ -422,9 +431,9 @@ def measure(w: Tensor, mu: Tensor, a: Tensor, one_pass: bool, shift: bool) -> Ro
     """Measure a matrix of weights ``w`` against rows of the statistics."""
     terms = w.shape[-1]
     total = a.sum(-1, keepdim=True)
-    present = counts(total, torch.linalg.vector_norm(a, 1, -1, keepdim=True), terms)
+    present = counts(total, torch.maximum(a.abs(), mu.abs()).sum(-1, keepdim=True), terms)
     share = torch.where(present, a / total, 0.0)
-    met = torch.where(present, mu, 0.0)
+    met = torch.where(present, mu - a if shift else mu, 0.0)
     inverse_total = inverse_divisor = _inverse(total, present)
     if w.dim() == 3:
         total = torch.where(present, total, 0.0)
@@ -495,4 +504,4 @@ def gradient_rows(
         dmass = torch.where(floored, 0.0, dmass) if lone else dmass + total * rows.inverse_total
         through_floor = FLOOR / w.shape[0] * (total * rows.inverse_divisor).sum(0, keepdim=True)
         dmass = torch.where(rows.inverse_total == 0, 0.0, dmass - through_floor)
-    return RowGradients(gradient, s, dmean, dmass)
+    return RowGradients(gradient, s, dmean, dmass - dmean if shift else dmass)

@@ -21,6 +21,7 @@ __all__ = [
     "tensors_in",
     "uncompiled",
     "undisturbed",
+    "widest",
 ]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -82,6 +83,11 @@ def input_of_batch(batch: Any, model: nn.Module, otherwise: str = "") -> Tensor:
 def device_of(model: nn.Module, tensor: Tensor) -> torch.device:
     """Where the model is, or the tensor if the model has no tensors."""
     return next((own.device for own in [*model.parameters(), *model.buffers()]), tensor.device)
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The most precise type that sums on this device can have: Apple's GPUs have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def in_double_precision(tensor: Tensor) -> Tensor:

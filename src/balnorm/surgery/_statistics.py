@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from balnorm.layers import BalNormLayer, layer_statistics
-from balnorm.surgery._model import ModelT, input_of_batch, uncompiled, undisturbed
+from balnorm.surgery._model import ModelT, input_of_batch, uncompiled, undisturbed, widest
 
 __all__ = ["StatisticsSum", "freeze_stats", "unfreeze_stats", "update_stats"]
 
@@ -88,7 +88,7 @@ class StatisticsSum:
 
     def __init__(self, layer: BalNormLayer) -> None:
         _, mass, _ = _buffers(layer)
-        dtype = torch.float32 if mass.device.type == "mps" else torch.float64
+        dtype = widest(mass.device)
         self.layer = layer
         self.sums = torch.zeros((2, *mass.shape), dtype=dtype, device=mass.device)
         self.outputs = torch.zeros((), dtype=dtype, device=mass.device)

@@ -808,12 +808,12 @@ static void NAME(share_out)(const rows_t *r, NAME(rows_t) *s, const REAL *mean, 
     REAL *p = s->share + group * s->n, *met = s->met + group * inputs * stored;
     double exact = 0, magnitude = 0; /* in double: added one by one, floats lose more than the rule for zero allows */
     for (int64_t c = 0; c < inputs; c++)
-      for (int64_t t = 0; t < taps; t++)
-        p[r->last ? t * inputs + c : c * taps + t] = m[c * stored + (r->position ? t : 0)];
-    for (int64_t i = 0; i < s->n; i++) {
-      exact += p[i];
-      magnitude += fabs((double)p[i]);
-    }
+      for (int64_t t = 0; t < taps; t++) {
+        int64_t from = c * stored + (r->position ? t : 0);
+        p[r->last ? t * inputs + c : c * taps + t] = m[from];
+        exact += m[from];
+        magnitude += fmax(fabs((double)m[from]), fabs((double)mu[from]));
+      }
     REAL total = (REAL)exact;
     int present = NAME(counts)(total, (REAL)magnitude, s->n);
     s->inverse_total[group] = present ? NAME(inverse)(total) : 0;
