@@ -28,9 +28,8 @@ def scale_to_data(model: nn.Module, batch: Any) -> dict[str, float]:
     DDP; the state dict contains the scales. If torch.distributed is initialised, all processes get the same scales,
     from all their batches together.
 
-    It does not help everywhere. Behind SiLU, whose outputs can be negative, it broke training without
-    ``signed_input=True``; where most taps of a kernel meet padding (3x3 kernels on single pixels), it made training
-    less stable. Use it for softplus and sigmoid.
+    With ``centred=True`` it is hardly ever needed: the default scale then fits almost any input. Where most taps of a
+    kernel meet padding (3x3 kernels on single pixels), it made training less stable.
 
     Args:
         model: any module with balanced layers.
