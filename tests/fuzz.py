@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import random
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -118,8 +120,6 @@ def step(layer: balnorm.BalNormLayer, x: torch.Tensor, frozen: tuple[str, ...] =
 
 def twin(layer: balnorm.BalNormLayer, dtype: torch.dtype) -> balnorm.BalNormLayer:
     """The same layer in another precision, sharing nothing."""
-    import copy
-
     return copy.deepcopy(layer).to(dtype)
 
 
@@ -298,8 +298,6 @@ def run(number: int) -> str:
 
 def use_library(path: str) -> None:
     """Replace the loaded kernels by those of another file."""
-    from pathlib import Path
-
     cpu.LIBRARY = Path(path)
     cpu._library, cpu._status = cpu._load()
     assert cpu._library is not None, cpu._status
