@@ -76,7 +76,7 @@ $(VENV)-docs/.ready: pyproject.toml constraints.txt
 	$(@D)/bin/pip install --quiet --constraint constraints.txt --requirement $(@D)/requirements.txt
 	touch $@
 
-# Other versions of torch come with CUDA from the package index, and pin packages of their own. The study, and networks of
+# Other versions of torch come with CUDA from the package index, and pin packages of their own. The bench, and networks of
 # timm and torchvision, are left out.
 $(VENV)-torch-%/.ready:
 	rm -rf $(@D)
@@ -87,7 +87,7 @@ $(VENV)-torch-%/.ready:
 		scikit-learn
 	touch $@
 
-STUDY_TESTS := cli command_line_failures data distribution download exact experiment mixup pack package page processor ray report study training zoo
-STUDY_SOURCES := __main__.py cli.py commands.py console.py data errors.py export.py locking.py profiling.py recipes.py study training
-LIBRARY_TESTS := tests src --ignore=tests/held.py --ignore=tests/ray_study.py $(STUDY_TESTS:%=--ignore=tests/test_%.py) \
-	$(STUDY_SOURCES:%=--ignore=src/balnorm/%)
+BENCH_TESTS := cli command_line_failures data distribution download exact experiment mixup pack package page processor ray report study training zoo
+BENCH_SOURCES := __main__.py bench
+LIBRARY_TESTS := tests src --ignore=tests/held.py --ignore=tests/ray_study.py $(BENCH_TESTS:%=--ignore=tests/test_%.py) \
+	$(BENCH_SOURCES:%=--ignore=src/balnorm/%)

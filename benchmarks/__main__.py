@@ -29,12 +29,12 @@ from torch.nn.modules.conv import _ConvNd
 
 from balnorm import BalNormConv2d, BalNormLayer, backend
 from balnorm._core.backends import cpu
-from balnorm.data import Images, MemoryLoader, channel_statistics
-from balnorm.norms import NORMS
-from balnorm.profiling import interleaved, ratio, saved_bytes, training_step
-from balnorm.recipes import get_recipe
-from balnorm.training import images, learner, trainer
-from balnorm.training.processor import ProcessorError, check_precision
+from balnorm.bench.data import Images, MemoryLoader, channel_statistics
+from balnorm.bench.norms import NORMS
+from balnorm.bench.profiling import interleaved, ratio, saved_bytes, training_step
+from balnorm.bench.recipes import get_recipe
+from balnorm.bench.training import images, learner, trainer
+from balnorm.bench.training.processor import ProcessorError, check_precision
 from benchmarks.memory import peak_memory_of_step
 from benchmarks.networks import METHODS, NETWORKS
 from benchmarks.zoo import TIMM, TORCHVISION, as_trained, build, exactness, import_timm, trial
@@ -389,13 +389,13 @@ def input_pipeline(rounds: int) -> Iterable[str]:
     yield f"A batch takes {batch_ms:.1f} ms, a training step of WRN-20 width 16 with BalNorm {step_ms:.0f} ms:"
     yield f"{share:.1%} [{low:.1%}, {high:.1%}] (n = {5 * rounds}).\n"
 
-    loaders: dict[str, Callable[[], Iterable[object]]] = {"balnorm.data.MemoryLoader": lambda: loader.epoch(0)}
+    loaders: dict[str, Callable[[], Iterable[object]]] = {"balnorm.bench.data.MemoryLoader": lambda: loader.epoch(0)}
     for workers in (0, 2):
         usual = per_image_loader(data, statistics_, workers)
         loaders[f"DataLoader, torchvision transforms, {workers} workers"] = lambda usual=usual: usual  # type: ignore[misc]
     epochs = {name: (lambda make=make: sum(1 for _ in make())) for name, make in loaders.items()}  # type: ignore[misc]
     times = interleaved(epochs, 5, warmup=1)
-    ours = times["balnorm.data.MemoryLoader"]
+    ours = times["balnorm.bench.data.MemoryLoader"]
     yield from table(
         ["loader", "images a second", "its time / ours"],
         [[name, f"{10_240 / statistics.median(t):,.0f}", spread(t, ours)] for name, t in times.items()],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from balnorm.profiling import training_step
+from balnorm.bench.profiling import training_step
 
 
 def peak_memory_of_step(network: str, method: str, batch: int) -> int:

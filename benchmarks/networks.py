@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from balnorm.models import create_model
-from balnorm.norms import NORMS
+from balnorm.bench.models import create_model
+from balnorm.bench.norms import NORMS
 
 METHODS = ("none", "batchnorm", "groupnorm", "weightstandardization", "balnorm", "balnorm-position")
 

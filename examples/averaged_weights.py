@@ -1,6 +1,6 @@
 """Which statistics fit averaged weights? Accuracy on digits with those of the last step, averaged ones and new ones.
 
-Run, in a clone: pip install '.[study]' && python examples/averaged_weights.py
+Run, in a clone: pip install '.[bench]' && python examples/averaged_weights.py
 
 It takes some minutes on one core.
 """
@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from balnorm import param_groups, update_stats
-from balnorm.data import MemoryLoader, channel_statistics, load
-from balnorm.models import create_model
-from balnorm.norms import get_norm
+from balnorm.bench.data import MemoryLoader, channel_statistics, load
+from balnorm.bench.models import create_model
+from balnorm.bench.norms import get_norm
 
 EPOCHS, SEEDS = 6, 3
 

@@ -3,7 +3,7 @@
 Usage: python examples/convert_trained.py RUN [folder with the data]
 
 RUN is the folder of a finished run, such as that of `balnorm train digits --norm batchnorm --out RUN`.
-It needs the extra `study`.
+It needs the extra `bench`.
 """
 
 import copy
@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from balnorm import convert, freeze_stats, param_groups
-from balnorm.errors import Failure
-from balnorm.export import load_saved
-from balnorm.training.images import make_loaders
-from balnorm.training.processes import Processes
+from balnorm.bench.errors import Failure
+from balnorm.bench.export import load_saved
+from balnorm.bench.training.images import make_loaders
+from balnorm.bench.training.processes import Processes
 
 IMAGES, LR = 512, 0.02
 

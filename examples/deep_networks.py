@@ -3,7 +3,7 @@
 Usage: python examples/deep_networks.py [folder with the data, then seeds]
 
 A wide ResNet of depth 110 on 5,000 images of CIFAR-10, five epochs, as in the study of depth (docs/results/depth). Each
-run takes about three minutes on one core. It needs the extra `study`, and CIFAR-10 (`balnorm data get cifar10`).
+run takes about three minutes on one core. It needs the extra `bench`, and CIFAR-10 (`balnorm data get cifar10`).
 """
 
 import sys
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from balnorm.data import DataError, load
-from balnorm.recipes import get_recipe
-from balnorm.training.learner import Learner
-from balnorm.training.processes import Processes
+from balnorm.bench.data import DataError, load
+from balnorm.bench.recipes import get_recipe
+from balnorm.bench.training.learner import Learner
+from balnorm.bench.training.processes import Processes
 
 DEPTH = 110
 BLOCKS = (DEPTH - 2) // 2

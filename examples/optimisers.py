@@ -2,7 +2,7 @@
 
 Usage: python examples/optimisers.py [folder with CIFAR-10]
 
-Without a folder it trains on scikit-learn's digits. It needs the extra `study`, and some minutes on one core.
+Without a folder it trains on scikit-learn's digits. It needs the extra `bench`, and some minutes on one core.
 """
 
 import statistics
@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from balnorm import param_groups
-from balnorm.data import DataError, MemoryLoader, channel_statistics, load
-from balnorm.models import create_model
-from balnorm.norms import get_norm
-from balnorm.recipes import get_recipe
-from balnorm.training.schedules import rates
+from balnorm.bench.data import DataError, MemoryLoader, channel_statistics, load
+from balnorm.bench.models import create_model
+from balnorm.bench.norms import get_norm
+from balnorm.bench.recipes import get_recipe
+from balnorm.bench.training.schedules import rates
 
 if sys.argv[1:] in (["-h"], ["--help"]):
     sys.exit(__doc__)

@@ -4,7 +4,7 @@ Usage: python examples/renewed_statistics.py DATA RUN...
 
 DATA is the folder with the data; each RUN is the folder of a run, finished or not, such as that of
 `balnorm train digits --out RUN`. While weights move fast, running statistics lag behind them, and mixup gives them
-other images than those of the test. It needs the extra `study`.
+other images than those of the test. It needs the extra `bench`.
 """
 
 import itertools
@@ -15,10 +15,10 @@ import torch
 from torch.optim.swa_utils import update_bn
 
 from balnorm import update_stats
-from balnorm.errors import Failure
-from balnorm.export import load_saved
-from balnorm.training.images import make_loaders
-from balnorm.training.processes import Processes
+from balnorm.bench.errors import Failure
+from balnorm.bench.export import load_saved
+from balnorm.bench.training.images import make_loaders
+from balnorm.bench.training.processes import Processes
 
 BATCHES = 100
 

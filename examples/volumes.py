@@ -2,7 +2,7 @@
 
 This page is the script `examples/volumes.py`, an [experiment](../docs/experiments.md) to copy. It marks the front and
 the back of the hippocampus in MRI volumes (NIfTI files of the same names in `images/` and `labels/`, from the Medical
-Segmentation Decathlon). Run it in a clone, after `pip install '.[study]'`:
+Segmentation Decathlon). Run it in a clone, after `pip install '.[bench]'`:
 
 ```
 balnorm compare examples/volumes.py:train --norms balnorm batchnorm instancenorm groupnorm none --root hippocampus

@@ -7,7 +7,7 @@ from importlib.metadata import version
 import hypothesis
 import pytest
 
-from balnorm.training import processor
+from balnorm.bench.training import processor
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True, database=None)
@@ -131,7 +131,7 @@ def digits():
 @pytest.fixture(scope="session")
 def whole_study(tmp_path_factory):
     """The folder of a small study that nothing happened to, and that had one thread."""
-    from balnorm.cli import main
+    from balnorm.bench.cli import main
     from folders import STUDY
 
     out = tmp_path_factory.mktemp("whole") / "study"

@@ -3,8 +3,8 @@
 import json
 from dataclasses import asdict, replace
 
-from balnorm.recipes import get_recipe
-from balnorm.training.run import Run
+from balnorm.bench.recipes import get_recipe
+from balnorm.bench.training.run import Run
 
 SMALL = {"epochs": 3, "train_limit": 200, "test_limit": 60, "width": 4, "batch_size": 10}
 STUDY = ["compare", "digits", "--norms", "balnorm", "batchnorm", "--seeds", "2"]

@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from balnorm.study import executors
-from balnorm.training.run import Run
+from balnorm.bench.study import executors
+from balnorm.bench.training.run import Run
 
 EPOCH = 2
 PATIENCE = 1200  # seconds until a test gives up on what hangs; nothing that is only slow takes as long
@@ -71,8 +71,8 @@ def train_and_die(recipe, out, events):
     """In this process: train, and be killed after so many steps and operations on files."""
     import torch
 
-    from balnorm.training.learner import Learner
-    from balnorm.training.trainer import train
+    from balnorm.bench.training.learner import Learner
+    from balnorm.bench.training.trainer import train
 
     torch.set_num_threads(1)
     left = events

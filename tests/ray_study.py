@@ -14,8 +14,8 @@ from pathlib import Path
 from ray.cluster_utils import Cluster
 
 import held
-from balnorm.cli import main
-from balnorm.study import executors
+from balnorm.bench.cli import main
+from balnorm.bench.study import executors
 from folders import STUDY
 from held import gate, trainers, wait_until, waiting
 

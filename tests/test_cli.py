@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from balnorm.cli import _COMMANDS, main
-from balnorm.export import load_saved
-from balnorm.export import test_batch as batch_of_tests
-from balnorm.models import create_model
-from balnorm.recipes import RECIPES, get_recipe
-from balnorm.training.trainer import train
+from balnorm.bench.cli import _COMMANDS, main
+from balnorm.bench.export import load_saved
+from balnorm.bench.export import test_batch as batch_of_tests
+from balnorm.bench.models import create_model
+from balnorm.bench.recipes import RECIPES, get_recipe
+from balnorm.bench.training.trainer import train
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's
 SMALL = replace(get_recipe("digits"), width=4, epochs=1, train_limit=200, test_limit=101)
@@ -36,7 +36,7 @@ def runs(tmp_path_factory):
 COMMANDS = [[], *([name] for name in _COMMANDS), *(["train", recipe] for recipe in RECIPES)]
 HELP = """
 import contextlib, io, json, sys
-from balnorm.cli import main
+from balnorm.bench.cli import main
 answers = []
 for command in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -215,7 +215,7 @@ def test_a_bench_compares_with_the_first(capsys):
 def test_a_recipe_that_is_there_for_its_norm_is_compared_with_it(command, place, monkeypatch):
     """Without --norms, a study called cifar10-wrn-quarter trained everything but a quarter of the batch."""
     seen = []
-    monkeypatch.setattr(f"balnorm.cli.{command}", lambda *options: seen.append(options))
+    monkeypatch.setattr(f"balnorm.bench.cli.{command}", lambda *options: seen.append(options))
     for recipe in ("cifar10-wrn-quarter", "cifar10-wrn"):
         assert main([command, recipe]) in (0, None)
     norms = [(options[1] if command == "compare" else options[0].bench).norms for options in seen]

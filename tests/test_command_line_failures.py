@@ -18,21 +18,21 @@ from unittest import mock
 import pytest
 import torch
 
-from balnorm import cli, export
-from balnorm.cli import main
-from balnorm.console import printable
-from balnorm.export import load_saved
-from balnorm.export import test_batch as batch_of_tests
-from balnorm.recipes import get_recipe
-from balnorm.study.display import Display
-from balnorm.study.plots import figure_files
-from balnorm.study.report import write_report
-from balnorm.study.results import Result, Setting, read_results
-from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from balnorm.training.config import without_effect
-from balnorm.training.files import create_atomically
-from balnorm.training.run import Run, RunBusyError
-from balnorm.training.trainer import train
+from balnorm.bench import cli, export
+from balnorm.bench.cli import main
+from balnorm.bench.console import printable
+from balnorm.bench.export import load_saved
+from balnorm.bench.export import test_batch as batch_of_tests
+from balnorm.bench.recipes import get_recipe
+from balnorm.bench.study.display import Display
+from balnorm.bench.study.plots import figure_files
+from balnorm.bench.study.report import write_report
+from balnorm.bench.study.results import Result, Setting, read_results
+from balnorm.bench.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from balnorm.bench.training.config import without_effect
+from balnorm.bench.training.files import create_atomically
+from balnorm.bench.training.run import Run, RunBusyError
+from balnorm.bench.training.trainer import train
 from folders import make_run
 from held import PATIENCE
 
@@ -192,7 +192,7 @@ def test_a_diverged_run_is_called_that(runs, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["finished", "standardised"])
 def test_a_network_is_inspected_with_the_test_images_there_are(runs, monkeypatch, capsys, name):
     """20 test images, fewer than the 64 that are asked for by default, were said to be too few for a "batch_size"."""
-    monkeypatch.setattr("balnorm.training.images.channel_statistics", pytest.fail)  # of the training images
+    monkeypatch.setattr("balnorm.bench.training.images.channel_statistics", pytest.fail)  # of the training images
     assert main(["inspect", str(runs / name)]) == 0
     assert "stem" in capsys.readouterr().out
     saved = load_saved(runs / name)
@@ -530,7 +530,7 @@ def test_a_figure_that_cannot_be_drawn_stops_no_page_and_leaves_nothing_stale(tm
             raise RuntimeError("no font\nat all")
         return figure_files(figure, formats)
 
-    monkeypatch.setattr("balnorm.study.report.figure_files", fail)
+    monkeypatch.setattr("balnorm.bench.study.report.figure_files", fail)
     report = write_report([tmp_path], folder, formats=["svg"])
     assert report.problems == ("loss could not be drawn (no font at all)",)
     assert "loss could not be drawn" in report.page.read_text()
@@ -650,7 +650,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / "report" / "index.html")
     commands = [["report", str(tmp_path / "runs"), "--formats", "svg", "--out", str(tmp_path / "report")]]
     commands += [["pack", str(tmp_path / "runs")], ["inspect", str(run.folder)]]
-    code = f"from balnorm.cli import main; print([main(command) for command in {commands!r}])"
+    code = f"from balnorm.bench.cli import main; print([main(command) for command in {commands!r}])"
     program = [sys.executable, "-W", "ignore", "-c", code]  # which can be ended if it hangs
     done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.stdout.endswith("[0, 0, 1]\n"), done.stderr
@@ -754,7 +754,7 @@ def test_nothing_is_removed_where_there_are_no_locks(tmp_path, monkeypatch):
     run = Run(tmp_path / "run")
     run.create(RECIPE)
     (run.folder / "checkpoint.pt.4711.tmp").write_text("perhaps being written")
-    monkeypatch.setattr("balnorm.training.run.lock", lambda *_, **__: False)
+    monkeypatch.setattr("balnorm.bench.training.run.lock", lambda *_, **__: False)
     with run.alone():
         assert (run.folder / "checkpoint.pt.4711.tmp").exists()
 
@@ -834,7 +834,7 @@ def test_a_checkpoint_cannot_ask_for_a_network_beyond_the_memory(runs, tmp_path,
 
 ELSEWHERE = """
 import sys
-from balnorm.cli import main
+from balnorm.bench.cli import main
 
 folder, run, small = sys.argv[1], sys.argv[1] + "/study/runs/balnorm-seed0", sys.argv[2:]
 for command in (

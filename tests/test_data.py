@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageStat
 from scipy.io import savemat
 
-from balnorm.data import (
+from balnorm.bench.data import (
     SETS,
     DataError,
     FolderLoader,
@@ -32,10 +32,10 @@ from balnorm.data import (
     sets,
     sources,
 )
-from balnorm.data.augment import Moves, crop_and_flip, draw_moves, generator, to_float
-from balnorm.data.folders import _Decoder
-from balnorm.data.loaders import Shares
-from balnorm.data.sources import stratified
+from balnorm.bench.data.augment import Moves, crop_and_flip, draw_moves, generator, to_float
+from balnorm.bench.data.folders import _Decoder
+from balnorm.bench.data.loaders import Shares
+from balnorm.bench.data.sources import stratified
 
 PHOTOGRAPHS = Path(__file__).parent / "images"  # see the README there
 SHARED = Path(__file__).parents[2] / "shared" / "data"  # whole data sets, on the machines that have them
@@ -780,7 +780,8 @@ def test_workers_fork_on_linux(folder, monkeypatch):
     """In the runs of a study they would come from a fork server, and import torch anew in every epoch."""
     seen = []
     monkeypatch.setattr(
-        "balnorm.data.folders.DataLoader", lambda *_, **options: seen.append(options["multiprocessing_context"]) or []
+        "balnorm.bench.data.folders.DataLoader",
+        lambda *_, **options: seen.append(options["multiprocessing_context"]) or [],
     )
     for workers in (0, 2):
         list(FolderLoader(ImageFolder.scan(folder, "train"), 4, training=True, size=8, workers=workers).epoch(0))
@@ -793,7 +794,7 @@ def test_the_terminals_ctrl_c_leaves_the_workers_at_work(folder, start):
     program = f"""
 import multiprocessing, os, signal
 if __name__ == "__main__":
-    from balnorm.data import FolderLoader, ImageFolder, folders
+    from balnorm.bench.data import FolderLoader, ImageFolder, folders
     folders._start_method = lambda: {start!r}
     loader = FolderLoader(ImageFolder.scan({str(folder)!r}, "train"), 1, training=True, size=16, workers=1)
     batches = loader.epoch()

@@ -34,16 +34,16 @@ import balnorm
 import balnorm.functional as BF
 from balnorm import BalNormConv2d, balance_report, convert, fold, scale_to_data, update_stats
 from balnorm._core.backends import cpu
-from balnorm.data import ImageSpec
+from balnorm.bench.data import ImageSpec
+from balnorm.bench.models import BLOCKS, create_model
+from balnorm.bench.norms import NORMS, set_progress
+from balnorm.bench.training.config import Recipe
+from balnorm.bench.training.processes import Processes
+from balnorm.bench.training.progress import Progress
+from balnorm.bench.training.run import Run
+from balnorm.bench.training.trainer import Trainer
 from balnorm.layers import LayerOptions
-from balnorm.models import BLOCKS, create_model
-from balnorm.norms import NORMS, set_progress
 from balnorm.surgery._model import in_double_precision
-from balnorm.training.config import Recipe
-from balnorm.training.processes import Processes
-from balnorm.training.progress import Progress
-from balnorm.training.run import Run
-from balnorm.training.trainer import Trainer
 from cases import CASES, MASS_AND_PASS, small_network
 
 
@@ -441,8 +441,8 @@ def make_trainer(folder, device, **fields):
     ids=str,
 )
 def test_the_trainer_looks_at_values_to_report_only(fields, monkeypatch, tmp_path):
-    monkeypatch.setattr("balnorm.training.trainer._LOOK_UP", 3)
-    monkeypatch.setattr("balnorm.training.learner.autocast", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("balnorm.bench.training.trainer._LOOK_UP", 3)
+    monkeypatch.setattr("balnorm.bench.training.learner.autocast", lambda *_: contextlib.nullcontext())
     trainer = make_trainer(tmp_path, "meta", **fields)
     with gpu("meta"), pytest.raises(NO_VALUE) as error:
         trainer.train_epoch(0.0)
@@ -459,8 +459,8 @@ IMAGES = ImageSpec(1, 8, tuple("0123456789"), (0.3,), (0.3,), (80, 20))
 @pytest.mark.parametrize("norm", ["balnorm-position", "batchnorm"])
 def test_a_step_under_autocast(precision, norm, monkeypatch, tmp_path):
     model = on_meta(create_model, "wide_resnet", norm, depth=8, width=8, in_channels=1)
-    monkeypatch.setattr("balnorm.training.learner.make_model", lambda *_: model)
-    monkeypatch.setattr("balnorm.training.learner.make_loaders", lambda *_: (None, None, IMAGES))
+    monkeypatch.setattr("balnorm.bench.training.learner.make_model", lambda *_: model)
+    monkeypatch.setattr("balnorm.bench.training.learner.make_loaders", lambda *_: (None, None, IMAGES))
     with gpu("cpu", model):
         trainer = make_trainer(tmp_path, "cpu", precision=precision, clip_norm=1.0)
         for _ in range(2):

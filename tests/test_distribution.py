@@ -91,7 +91,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
         assert built[1].name.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}.whl")
     assert names - compiled <= expected
     assert {Path(name).suffix for name in expected - names} <= {".c", ".h"}
-    assert {"balnorm/py.typed", "balnorm/study/page/report.html"} <= names
+    assert {"balnorm/py.typed", "balnorm/bench/study/page/report.html"} <= names
 
 
 def test_without_a_compiler_the_wheel_is_one_for_every_platform(clone, tmp_path):
@@ -169,12 +169,12 @@ def test_the_wheel_works_beside_torch_alone_and_the_extra_is_all_that_the_comman
 
     done = environment.run("balnorm", "--help", cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr == "balnorm: the command line needs tyro: pip install '.[study]' in a clone of the repository\n"
+    assert done.stderr == "balnorm: the command line needs tyro: pip install '.[bench]' in a clone of the repository\n"
 
     with zipfile.ZipFile(built[1]) as wheel:
         (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         lines = wheel.read(name).decode().splitlines()
-    extra = [line.split(":", 1)[1] for line in lines if line.startswith("Requires-Dist:") and "'study'" in line]
+    extra = [line.split(":", 1)[1] for line in lines if line.startswith("Requires-Dist:") and "'bench'" in line]
     environment.link(distributions(*(Requirement(line).name for line in extra)))
     done = environment.run("balnorm", "--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

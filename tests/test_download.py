@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
-from balnorm.data import DataError, check, download, sets
-from balnorm.data.downloads import _alone, fetch
+from balnorm.bench.data import DataError, check, download, sets
+from balnorm.bench.data.downloads import _alone, fetch
 
 CONTENTS = bytes(range(256)) * 8000
 

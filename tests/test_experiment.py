@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from balnorm.cli import main
-from balnorm.norms import NORMS
-from balnorm.study.executors import Resources, execute
-from balnorm.study.figures import styles_of
-from balnorm.study.metrics import leading, number, shown, worst
-from balnorm.study.results import Result, Setting, read_results
-from balnorm.study.statistics import difference, levels
-from balnorm.training.experiment import Experiment
-from balnorm.training.run import Run
+from balnorm.bench.cli import main
+from balnorm.bench.norms import NORMS
+from balnorm.bench.study.executors import Resources, execute
+from balnorm.bench.study.figures import styles_of
+from balnorm.bench.study.metrics import leading, number, shown, worst
+from balnorm.bench.study.results import Result, Setting, read_results
+from balnorm.bench.study.statistics import difference, levels
+from balnorm.bench.training.experiment import Experiment
+from balnorm.bench.training.run import Run
 from held import PATIENCE
 
 ROOT = Path(__file__).parent.parent

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from balnorm import BalNormConv2d
-from balnorm.profiling import saved_bytes
+from balnorm.bench.profiling import saved_bytes
 from cases import MASS_AND_PASS
 
 pytestmark = pytest.mark.usefixtures("backend")

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from balnorm.data import Blend, Mixup, soft_cross_entropy
-from balnorm.models import create_model
+from balnorm.bench.data import Blend, Mixup, soft_cross_entropy
+from balnorm.bench.models import create_model
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from balnorm import BalNormConv2d
-from balnorm.models import MODELS, create_model
-from balnorm.norms import NORMS
+from balnorm.bench.models import MODELS, create_model
+from balnorm.bench.norms import NORMS
 
 
 def parameters(name, norm="batchnorm", **options):

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from balnorm import BalNormConv2d
-from balnorm.models import create_model
-from balnorm.norms import (
+from balnorm.bench.models import create_model
+from balnorm.bench.norms import (
     NORMS,
     BatchRenorm2d,
     DynamicTanh2d,

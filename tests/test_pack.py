@@ -10,15 +10,15 @@ from pathlib import Path
 import matplotlib as mpl
 import pytest
 
-from balnorm.cli import main
-from balnorm.recipes import get_recipe
-from balnorm.study.grid import plan
-from balnorm.study.packed import read_packed, write_packed
-from balnorm.study.report import write_report
-from balnorm.study.results import read_results
-from balnorm.study.statistics import differences_to, spread
-from balnorm.study.tables import study_tables
-from balnorm.training.run import RunError
+from balnorm.bench.cli import main
+from balnorm.bench.recipes import get_recipe
+from balnorm.bench.study.grid import plan
+from balnorm.bench.study.packed import read_packed, write_packed
+from balnorm.bench.study.report import write_report
+from balnorm.bench.study.results import read_results
+from balnorm.bench.study.statistics import differences_to, spread
+from balnorm.bench.study.tables import study_tables
+from balnorm.bench.training.run import RunError
 from folders import make_run
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"

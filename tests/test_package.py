@@ -26,23 +26,11 @@ LIBRARY = [
     "text_table",
     "surgery",
     "diagnostics",
-    "norms",
-    "models",
 ]
-BENCH = [
-    "errors",
-    "locking",
-    "console",
-    "data",
-    "training",
-    "recipes",
-    "profiling",
-    "export",
-    "study",
-    "commands",
-    "cli",
-    "__main__",
-]  # uses the library, and never the other way round
+BENCH = ["bench", "__main__"]  # uses the library, and never the other way round
+SHARED = {
+    "bench/norms/_layers.py": {"balnorm._core.method", "balnorm._core.torch_private"}
+}  # what BalNorm computes too
 ROOMS = {  # the order inside a folder, where it is kept
     "_core": ["torch_private", "options", "geometry", "method", "matrix", "backends", "function", "__init__"],
     "_core/backends": ["torch", "cpu", "__init__"],
@@ -58,16 +46,34 @@ ROOMS = {  # the order inside a folder, where it is kept
         "_param_groups",
         "__init__",
     ],
+    "bench": [
+        "__init__",
+        "norms",
+        "models",
+        "errors",
+        "locking",
+        "console",
+        "data",
+        "training",
+        "recipes",
+        "profiling",
+        "export",
+        "study",
+        "commands",
+        "cli",
+    ],
 }
-OTHERS = {
-    "diagnostics": {"matplotlib"},  # only inside the function that draws
-    "data": {"numpy", "scipy", "sklearn", "PIL", "rich", "torch"},
-    "training": {"torch", "rich"},
-    "profiling": {"torch"},
-    "export": {"torch"},
-    "study": {"jinja2", "matplotlib", "numpy", "ray", "rich", "torch"},
-    "commands": {"torch", "tyro"},
-    "cli": {"tyro"},
+OTHERS = {  # what a module may import besides the standard library and this package; modules of the library: torch
+    "diagnostics": {"matplotlib", "torch"},  # matplotlib only inside the function that draws
+    "bench/norms": {"torch"},
+    "bench/models": {"torch"},
+    "bench/data": {"numpy", "scipy", "sklearn", "PIL", "rich", "torch"},
+    "bench/training": {"torch", "rich"},
+    "bench/profiling": {"torch"},
+    "bench/export": {"torch"},
+    "bench/study": {"jinja2", "matplotlib", "numpy", "ray", "rich", "torch"},
+    "bench/commands": {"torch", "tyro"},
+    "bench/cli": {"tyro"},
 }
 
 
@@ -103,25 +109,31 @@ def test_every_module_has_its_place():
 
 def test_make_test_torch_leaves_out_what_the_library_can_do_without():
     """Its environment has no tyro: a module of the bench that is missing from the list ends it at once."""
-    listed = re.search(r"^STUDY_SOURCES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    listed = re.search(r"^BENCH_SOURCES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
     assert {name.removesuffix(".py") for name in listed} == {*BENCH}
 
 
 @pytest.mark.parametrize("module", [*LIBRARY, *BENCH])
 def test_imports_point_downwards(module):
-    order = LIBRARY if module in LIBRARY else [*LIBRARY, *BENCH]
+    order = [*LIBRARY, *BENCH]
     below = order[: order.index(module)]
-    allowed = {*sys.stdlib_module_names, *(OTHERS.get(module, set()) | ({"torch"} if order is LIBRARY else set()))}
     for path in files_of(module):
         for name in imported(path):
             top, *rest = name.split(".")
             if top == "balnorm":
                 assert rest, f"{module} imports the package itself"
                 assert rest[0] in [*below, *([module] if path.parent != PACKAGE else [])], f"{path} imports {name}"
-                internal = any(part.startswith("_") for part in rest)
+                internal = rest[0].startswith("_") or (rest[0] != module and any(part[0] == "_" for part in rest))
+                internal = internal and name not in SHARED.get(path.relative_to(PACKAGE).as_posix(), ())
                 assert module in LIBRARY or not internal, f"{path} imports {name}, which is internal to the library"
-            else:
-                assert top in allowed, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("module", [*LIBRARY, *(f"bench/{name}" for name in ROOMS["bench"]), "__main__"])
+def test_other_packages_are_imported_only_where_they_may_be(module):
+    allowed = OTHERS.get(module, {"torch"} if module in LIBRARY else set())
+    for path in files_of(module):
+        found = {name.split(".")[0] for name in imported(path)} - {"balnorm", *sys.stdlib_module_names}
+        assert found <= allowed, path
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -134,8 +146,10 @@ def test_imports_inside_a_room_point_downwards(room):
         below = order[: order.index(place.removesuffix(".py"))]
         for name in imported(path):
             if name.startswith(prefix):
-                first = name.removeprefix(prefix).split(".")[0]
+                first, *rest = name.removeprefix(prefix).split(".")
                 assert first in [*below, place], f"{path} imports {name}"  # a folder of the room may import from itself
+                internal = first != place and any(part.startswith("_") for part in rest)
+                assert not internal, f"{path} imports {name}, which is internal to {first}"
 
 
 def test_importing_the_library_imports_nothing_but_torch():
@@ -145,6 +159,7 @@ def test_importing_the_library_imports_nothing_but_torch():
     program += "print(*set(sys.modules) - before)"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert {*modules} <= {*output.split()}
+    assert not [name for name in output.split() if name.startswith("balnorm.bench")]
     assert {name.split(".")[0] for name in output.split()} <= {"balnorm", *sys.stdlib_module_names}
 
 
@@ -207,7 +222,7 @@ def test_the_example_of_fine_tuning_runs(tmp_path):
 
 @pytest.mark.slow
 def test_the_example_of_a_trained_network_runs(tmp_path):
-    from balnorm.cli import main
+    from balnorm.bench.cli import main
 
     main(["train", "digits", "--norm", "batchnorm", "--width", "8", "--epochs", "4", "--out", str(tmp_path / "run")])
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / "convert_trained.py"), str(tmp_path / "run")]

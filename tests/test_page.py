@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from balnorm.study.report import write_report
+from balnorm.bench.study.report import write_report
 from folders import make_run
 from held import PATIENCE
 

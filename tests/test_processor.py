@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from balnorm.cli import main
-from balnorm.recipes import get_recipe
-from balnorm.study import executors
-from balnorm.study.executors import LocalExecutor, Resources
-from balnorm.study.grid import plan
-from balnorm.training import processor
-from balnorm.training.processor import CAP, Defect, find_defect
+from balnorm.bench.cli import main
+from balnorm.bench.recipes import get_recipe
+from balnorm.bench.study import executors
+from balnorm.bench.study.executors import LocalExecutor, Resources
+from balnorm.bench.study.grid import plan
+from balnorm.bench.training import processor
+from balnorm.bench.training.processor import CAP, Defect, find_defect
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no signals")
 TINY = ["--epochs", "1", "--width", "4", "--train-limit", "64", "--device", "cpu"]
@@ -111,7 +111,7 @@ def test_the_trial_is_torchs_convolutions():
 
 def test_nothing_here_imports_torch():
     """Which would be too late for the cap."""
-    program = "import sys, balnorm.training.processor; assert 'torch' not in sys.modules"
+    program = "import sys, balnorm.bench.training.processor; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

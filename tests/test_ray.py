@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from balnorm.cli import main
+from balnorm.bench.cli import main
 from folders import results
 from held import PATIENCE
 

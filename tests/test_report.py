@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import balnorm
-from balnorm.cli import main
-from balnorm.norms import NORMS
-from balnorm.study.figures import Curve, Figure, Panel, figures, styles_of
-from balnorm.study.plots import figure_files
-from balnorm.study.report import summarize, write_report
-from balnorm.study.results import read_results
-from balnorm.study.statistics import (
+from balnorm.bench.cli import main
+from balnorm.bench.norms import NORMS
+from balnorm.bench.study.figures import Curve, Figure, Panel, figures, styles_of
+from balnorm.bench.study.plots import figure_files
+from balnorm.bench.study.report import summarize, write_report
+from balnorm.bench.study.results import read_results
+from balnorm.bench.study.statistics import (
     difference,
     differences_to,
     epochs_to_reach,
@@ -34,7 +34,7 @@ from balnorm.study.statistics import (
     spread,
     values_by_epoch,
 )
-from balnorm.study.tables import as_csv, as_latex, as_markdown, as_text, study_tables
+from balnorm.bench.study.tables import as_csv, as_latex, as_markdown, as_text, study_tables
 from folders import make_run
 
 numbers = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12)
@@ -641,7 +641,7 @@ def test_the_command_prints_tables_and_the_page(study, capsys):
 
 
 def test_a_report_needs_no_torch(study):
-    program = "import sys; from balnorm.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    program = "import sys; from balnorm.bench.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", program, "report", str(study), "--formats", "svg"]
     subprocess.run(command, check=True, capture_output=True)
 

@@ -19,16 +19,16 @@ import pytest
 import torch
 
 import held
-from balnorm.cli import main
-from balnorm.errors import Stopped
-from balnorm.recipes import get_recipe
-from balnorm.study import executors
-from balnorm.study.display import Display, clock
-from balnorm.study.executors import LocalExecutor, Resources, StudyError, execute
-from balnorm.study.grid import plan
-from balnorm.study.results import Result, Setting, settings_of
-from balnorm.study.runner import dry_run, run_study
-from balnorm.training.run import Run
+from balnorm.bench.cli import main
+from balnorm.bench.errors import Stopped
+from balnorm.bench.recipes import get_recipe
+from balnorm.bench.study import executors
+from balnorm.bench.study.display import Display, clock
+from balnorm.bench.study.executors import LocalExecutor, Resources, StudyError, execute
+from balnorm.bench.study.grid import plan
+from balnorm.bench.study.results import Result, Setting, settings_of
+from balnorm.bench.study.runner import dry_run, run_study
+from balnorm.bench.training.run import Run
 from folders import SMALL, STUDY, make_run, results
 from held import PATIENCE, gate, trainers, wait_until, waiting
 
@@ -452,7 +452,7 @@ def test_a_study_that_is_killed_or_stopped_goes_on_to_the_same_result(whole_stud
 def test_runs_that_are_killed_or_stopped_go_on_to_the_same_result(whole_study, out, monkeypatch, capfd):
     """One is killed and one is asked to stop, while two others go on."""
     killed, stopped = out / "runs" / "balnorm-seed0", out / "runs" / "batchnorm-seed1"
-    monkeypatch.setattr("balnorm.study.executors.Resources", held.Resources)
+    monkeypatch.setattr("balnorm.bench.study.executors.Resources", held.Resources)
 
     def disturb():
         try:

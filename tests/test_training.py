@@ -27,21 +27,22 @@ import pytest
 import torch
 
 import held
-from balnorm import BalNormConv2d, export, scale_to_data
-from balnorm.data import Images, ImageSpec
-from balnorm.errors import Stopped
-from balnorm.recipes import RECIPES, get_recipe
-from balnorm.study.executors import LocalExecutor, Resources
-from balnorm.training import config, machine
-from balnorm.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from balnorm.training.files import create_atomically, write_atomically
-from balnorm.training.images import make_loaders
-from balnorm.training.learner import Learner, make_model, make_optimizer, set_rates
-from balnorm.training.processes import LostProcessError, Processes, processes
-from balnorm.training.progress import Progress
-from balnorm.training.run import Run, RunBusyError, RunError
-from balnorm.training.schedules import Rates, rates
-from balnorm.training.trainer import Position, train
+from balnorm import BalNormConv2d, scale_to_data
+from balnorm.bench import export
+from balnorm.bench.data import Images, ImageSpec
+from balnorm.bench.errors import Stopped
+from balnorm.bench.recipes import RECIPES, get_recipe
+from balnorm.bench.study.executors import LocalExecutor, Resources
+from balnorm.bench.training import config, machine
+from balnorm.bench.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from balnorm.bench.training.files import create_atomically, write_atomically
+from balnorm.bench.training.images import make_loaders
+from balnorm.bench.training.learner import Learner, make_model, make_optimizer, set_rates
+from balnorm.bench.training.processes import LostProcessError, Processes, processes
+from balnorm.bench.training.progress import Progress
+from balnorm.bench.training.run import Run, RunBusyError, RunError
+from balnorm.bench.training.schedules import Rates, rates
+from balnorm.bench.training.trainer import Position, train
 from held import PATIENCE, gate, train_and_die, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's
@@ -88,11 +89,11 @@ def test_names_come_without_torch():
     """They are written once, where the things are, and the command line asks for them before it does anything."""
     program = """if True:
         import sys
-        from balnorm.training.config import ModelName, NormName, SetName
+        from balnorm.bench.training.config import ModelName, NormName, SetName
         assert not {"torch", "numpy"} & set(sys.modules)
-        from balnorm.data import SETS
-        from balnorm.models import MODELS
-        from balnorm.norms import NORMS
+        from balnorm.bench.data import SETS
+        from balnorm.bench.models import MODELS
+        from balnorm.bench.norms import NORMS
         assert (NormName.__args__, ModelName.__args__) == (tuple(NORMS), tuple(MODELS))
         assert SetName.__args__ == (*SETS, "folder")
         assert not {"torch", "numpy"} & set(sys.modules)
@@ -406,7 +407,7 @@ def test_loaders_are_what_the_recipe_says(monkeypatch, data, flip, norm, pixels)
         images = np.random.default_rng(0).integers(0, 256, (limit, 3, 32, 32), dtype=np.uint8)
         return Images(images, np.arange(limit) % 10, tuple(f"{name} {n}" for n in range(10)))
 
-    monkeypatch.setattr("balnorm.training.images.load", load)
+    monkeypatch.setattr("balnorm.bench.training.images.load", load)
     recipe = replace(SMALL, data=data, norm=norm, seed=7, padding=3, batch_size=8, train_limit=40, test_limit=30)
     train_loader, test_loader, images = make_loaders(recipe, Processes(1, 2, torch.device("cpu")), Path("data"))
     assert (train_loader.flip, train_loader.padding, train_loader.shares.seed) == (flip, 3, 7)
@@ -495,7 +496,7 @@ def test_a_run_is_saved_within_an_epoch_when_it_is_time(tmp_path, monkeypatch, m
     """Which it looks up after ten steps, and they are an epoch here."""
     saved = []
     monkeypatch.setattr(
-        "balnorm.training.trainer.save_checkpoint", lambda _, state: saved.append(state["position"]["step"])
+        "balnorm.bench.training.trainer.save_checkpoint", lambda _, state: saved.append(state["position"]["step"])
     )
     train(SMALL, tmp_path / "run", show=False, checkpoint_minutes=minutes)
     assert saved == steps
@@ -507,7 +508,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(tmp_path
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("balnorm.training.trainer.save_checkpoint", killed)
+    monkeypatch.setattr("balnorm.bench.training.trainer.save_checkpoint", killed)
     with pytest.raises(KeyboardInterrupt):
         train(SMALL, tmp_path / "run", show=False)
     assert len(Run(tmp_path / "run").records()) == 1
@@ -579,7 +580,7 @@ def test_of_two_starts_at_once_one_gets_the_folder(tmp_path, monkeypatch):
             stack.enter_context(first.alone())
             create_atomically(path, contents)
 
-        monkeypatch.setattr("balnorm.training.run.create_atomically", meanwhile)
+        monkeypatch.setattr("balnorm.bench.training.run.create_atomically", meanwhile)
         second.create(SMALL)
         with pytest.raises(RunBusyError), second.alone():
             pass
@@ -654,7 +655,7 @@ def test_a_file_is_made_with_links_and_without(tmp_path, monkeypatch, links):
 
 
 def test_devices():
-    from balnorm.training.processes import processes
+    from balnorm.bench.training.processes import processes
 
     for device, message in (
         ("cuda", "torch sees no GPU"),
@@ -669,7 +670,7 @@ def test_devices():
 
 
 def test_each_process_of_a_machine_takes_its_own_gpu(monkeypatch):
-    from balnorm.training.processes import _place
+    from balnorm.bench.training.processes import _place
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)  # there is one
@@ -849,7 +850,7 @@ def test_processes_wait_until_nobody_holds_what_they_summed(monkeypatch):
     """A thread of gloo that let go of it while Python was about to exit ended the process with SIGABRT."""
     held_by_gloo, waits = [], []
     monkeypatch.setattr("torch.distributed.all_reduce", held_by_gloo.append)
-    monkeypatch.setattr("balnorm.training.processes.time.sleep", lambda _: waits.append(held_by_gloo.pop().item()))
+    monkeypatch.setattr("time.sleep", lambda _: waits.append(held_by_gloo.pop().item()))
     team = Processes(0, 2, torch.device("cpu"))
     assert [team.sum(torch.tensor([n])).item() for n in (3, 4)] == [3, 4]
     team.let_go()
@@ -920,7 +921,7 @@ def test_a_killed_process_is_one_sentence_of_the_other(tmp_path, killed):
 def test_other_errors_of_several_processes_stay_as_they_are(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("rendezvous", "PrefixStore"):
-        monkeypatch.setattr(f"balnorm.training.processes.{name}", lambda *_, **__: iter([(None, 0, 2)]))
+        monkeypatch.setattr(f"balnorm.bench.training.processes.{name}", lambda *_, **__: iter([(None, 0, 2)]))
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: None)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), processes("cpu"):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
@@ -966,7 +967,7 @@ def test_the_command_line(tmp_path):
 def test_a_terminal_sees_how_far_a_run_is_ten_times_a_second(monkeypatch):
     now = 5.0
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("balnorm.training.progress.time", types.SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("balnorm.bench.training.progress.time", types.SimpleNamespace(monotonic=lambda: now))
     with Progress("a run", epochs=3) as progress:
         progress.step(1, 4, 10, loss=0.5, accuracy=0.25, speed=1234.4)
         (task,) = progress.bar.tasks
@@ -1003,7 +1004,7 @@ def test_a_run_that_is_to_say_nothing_says_nothing(tmp_path, monkeypatch, capfd)
     ],
 )
 def test_mistakes_on_the_command_line(tmp_path, monkeypatch, capsys, arguments, code, message):
-    from balnorm.cli import main
+    from balnorm.bench.cli import main
 
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == code
@@ -1013,7 +1014,7 @@ def test_mistakes_on_the_command_line(tmp_path, monkeypatch, capsys, arguments, 
 
 
 def test_data_commands(tmp_path, capsys):
-    from balnorm.cli import main
+    from balnorm.bench.cli import main
 
     assert main(["data", "list", "--root", str(tmp_path)]) == 0
     output = capsys.readouterr().out
@@ -1032,13 +1033,13 @@ def test_without_the_extra_the_command_says_what_to_install():
     program = "import sys; sys.modules['tyro'] = None; from balnorm.__main__ import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == "balnorm: the command line needs tyro: pip install '.[study]' in a clone of the repository\n"
+    assert done.stderr == "balnorm: the command line needs tyro: pip install '.[bench]' in a clone of the repository\n"
 
 
 def test_help_imports_no_torch():
     program = """if True:
         import sys
-        from balnorm.cli import main
+        from balnorm.bench.cli import main
         assert main(["train", "digits", "--help"]) == 0
         assert "torch" not in sys.modules and "numpy" not in sys.modules
     """

@@ -11,9 +11,9 @@ __all__ = ["main"]
 def main() -> int:
     """Run the command line, if what it needs is installed."""
     try:
-        from balnorm.cli import main as run
+        from balnorm.bench.cli import main as run
     except ModuleNotFoundError as error:
-        advice = "pip install '.[study]' in a clone of the repository"
+        advice = "pip install '.[bench]' in a clone of the repository"
         print(f"balnorm: the command line needs {error.name}: {advice}", file=sys.stderr)
         return 1
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,0 +1,138 @@
+"""Load trained networks from the checkpoints of their runs, to inspect or deploy them."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from balnorm.bench.data import ImageSpec
+from balnorm.bench.models import create_model
+from balnorm.bench.training.checkpoint import CheckpointError, load_checkpoint, load_weights
+from balnorm.bench.training.config import Recipe
+from balnorm.bench.training.files import write_atomically
+from balnorm.bench.training.images import image_shape, make_loaders, make_test_loader
+from balnorm.bench.training.processes import Processes
+from balnorm.layers import BalNormLayer
+
+__all__ = ["Saved", "export_folded", "load_saved", "test_batch"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run's network in eval mode, with averaged weights if the run averages them."""
+
+    recipe: Recipe
+    images: ImageSpec
+    model: nn.Module
+    epoch: int
+    """How many epochs are done."""
+    state: Literal["unfinished", "finished", "diverged"]
+    remark: str | None
+    """What was wrong with the checkpoint, if the previous one was loaded instead."""
+
+
+def load_saved(path: str | Path) -> Saved:
+    """Load the network from a checkpoint, or from the folder of a run.
+
+    Nothing in the file is executed; a :class:`CheckpointError` says what is wrong with it.
+    """
+    path = Path(path)
+    path = path / "checkpoint.pt" if path.is_dir() else path
+    networks: list[tuple[Recipe, ImageSpec, nn.Module]] = []
+    # Made while loading, so that the previous checkpoint is used if this one does not fit.
+    loaded = load_checkpoint(path, lambda state: networks.append(_network(state)))
+    if loaded is None:
+        raise CheckpointError(f"{path} does not exist: give the checkpoint.pt of a run, or its folder")
+    recipe, images, model = networks[-1]
+    position = loaded.state["position"]
+    ended: Literal["unfinished", "finished"] = "finished" if position["epoch"] == recipe.epochs else "unfinished"
+    return Saved(
+        recipe, images, model, position["epoch"], "diverged" if position["diverged"] else ended, loaded.problem
+    )
+
+
+def _network(state: Mapping[str, Any]) -> tuple[Recipe, ImageSpec, nn.Module]:
+    recipe = Recipe.from_dict(state["recipe"])
+    weights: dict[str, Any] = state["model"]
+    if state["averaged"] is not None:
+        averaged = state["averaged"].items()
+        weights = {name.removeprefix("module."): value for name, value in averaged if name.startswith("module.")}
+    if state["images"] is None:  # from before version 0.2: the classifier has as many rows as there are classes
+        classes = [value for value in weights.values() if value.dim() == 2][-1].shape[0]
+        channels, size, _ = image_shape(recipe)
+        images = ImageSpec(channels, size, ("",) * classes, (), (), (0, 0))
+    else:
+        images = ImageSpec(**state["images"])
+    options = {"in_channels": images.channels, **recipe.model_options()}
+    with torch.device("meta"):  # a prepared file could ask for a network larger than the memory
+        shapes = create_model(recipe.model, recipe.norm, len(images.classes), **options).state_dict()
+    for name, value in shapes.items():
+        if name in weights and weights[name].shape != value.shape:
+            raise ValueError(f"{name} is {tuple(weights[name].shape)} instead of {tuple(value.shape)}")
+    model = create_model(recipe.model, recipe.norm, len(images.classes), **options)
+    load_weights(model, weights)
+    epoch, diverged = (state["position"].get(name) for name in ("epoch", "diverged"))
+    if type(epoch) is not int or not 0 <= epoch <= recipe.epochs or type(diverged) is not bool:
+        raise ValueError(f"there is no epoch {epoch!r} in a run of {recipe.epochs}")
+    return recipe, images, model.eval()
+
+
+def test_batch(saved: Saved, root: str | Path, images: int) -> Tensor:
+    """The first test images, preprocessed for the network; all of them if there are fewer."""
+    team = Processes(0, 1, torch.device("cpu"))
+    spec = saved.images if saved.images.mean else make_loaders(saved.recipe, team, Path(root))[2]
+    loader = make_test_loader(saved.recipe, team, Path(root), spec, images)
+    return next(batch for batch, _ in loader.epoch())
+
+
+def export_folded(saved: Saved, out: Path) -> None:
+    """Write the network with its balanced layers folded to plain convolutions.
+
+    The file's ending says as what: ``.pt`` is a state dict, which ``create_model(..., norm="none")`` loads; ``.pt2``
+    a program of :mod:`torch.export`; ``.onnx`` a model for ONNX Runtime and others (it needs the package onnxscript).
+    Both programs take pixels in [0, 1], channels first, in batches of any size.
+    """
+    from balnorm.surgery import fold
+
+    kinds = (".pt", ".pt2", ".onnx")
+    if out.name == "checkpoint.pt":
+        raise ValueError(f"{out} is what a run keeps its own state in: choose another name")
+    if out.suffix not in kinds:
+        raise ValueError(f"the file to write must end in {', '.join(kinds)}, got {out}")
+    if not any(isinstance(module, BalNormLayer) for module in saved.model.modules()):
+        raise ValueError(f"there is nothing to fold: the network has {saved.recipe.norm}, and no balanced layer")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporters' own
+        contents = _serialized(fold(saved.model), saved.images.shape, out.suffix)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, contents)
+
+
+def _serialized(model: nn.Module, image: tuple[int, int, int], kind: str) -> bytes:
+    """Serialise in memory: torch's own file writers abort the process if the disk is full."""
+    buffer = io.BytesIO()
+    if kind == ".pt":
+        torch.save(model.state_dict(), buffer)
+        return buffer.getvalue()
+    example = torch.rand(2, *image)
+    batch = {0: torch.export.Dim("batch")}
+    if kind == ".pt2":
+        torch.export.save(torch.export.export(model, (example,), dynamic_shapes=(batch,)), buffer)
+        return buffer.getvalue()
+    try:
+        program = torch.onnx.export(
+            model, (example,), input_names=["images"], output_names=["scores"], dynamic_shapes=(batch,),
+            dynamo=True, verbose=False,
+        )  # fmt: skip
+    except ModuleNotFoundError as error:
+        raise ValueError(f"writing ONNX needs {error.name}: pip install onnx onnxscript") from None
+    assert program is not None
+    serialized: bytes = program.model_proto.SerializeToString()
+    return serialized

@@ -1,0 +1,63 @@
+"""The paper's networks, each written once for any normalisation.
+
+>>> model = create_model("wide_resnet", norm="balnorm", depth=8, width=16)
+>>> sum(parameter.numel() for parameter in model.parameters())
+78042
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from balnorm.bench.norms import Normalization, get_norm
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from balnorm.bench.models.preact_resnet import PreActResNet
+    from balnorm.bench.models.resnet import ResNet
+    from balnorm.bench.models.wide_resnet import WideResNet
+
+__all__ = ["BLOCKS", "MODELS", "PreActResNet", "ResNet", "WideResNet", "create_model"]
+
+BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+"""Blocks in each stage of a ResNet, by depth. From depth 50 on they are bottlenecks."""
+
+MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "wide_resnet": ("WideResNet", {}),
+    **{f"preact_resnet{depth}": ("PreActResNet", {"depth": depth}) for depth in BLOCKS},
+    **{f"resnet{depth}": ("ResNet", {"depth": depth}) for depth in BLOCKS},
+}
+"""Every network by name: its class, and the arguments that the name fixes."""
+
+_HOMES = {"WideResNet": "wide_resnet", "PreActResNet": "preact_resnet", "ResNet": "resnet"}
+
+
+def create_model(name: str, norm: str | Normalization = "balnorm", num_classes: int = 10, **options: Any) -> nn.Module:
+    """Create a network by name.
+
+    Args:
+        name: ``wide_resnet`` (options ``depth=20``, ``width=96``), ``preact_resnet18`` to ``preact_resnet152`` for
+            small images, ``resnet18`` to ``resnet152`` for large ones.
+        norm: a name from :data:`balnorm.bench.norms.NORMS`, or a :class:`~balnorm.bench.norms.Normalization`.
+        num_classes: the number of outputs.
+        **options: the network's own options, e.g. ``width`` and ``in_channels``.
+    """
+    if name not in MODELS:
+        raise ValueError(f"the model must be one of {', '.join(MODELS)}, got {name!r}")
+    kind, fixed = MODELS[name]
+    build = __getattr__(kind)
+    allowed = [each for each in inspect.signature(build).parameters if each not in {"norm", "num_classes", *fixed}]
+    for option in options:
+        if option not in allowed:
+            raise ValueError(f"{name} has no option {option!r}; it has {', '.join(allowed)}")
+    return build(get_norm(norm), num_classes, **fixed, **options)
+
+
+def __getattr__(name: str) -> Any:
+    """A class, imported with torch when it is first used: the names of the networks are there without."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'balnorm.bench.models' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"balnorm.bench.models.{_HOMES[name]}"), name)

@@ -1,0 +1,319 @@
+"""The results of a study, read from run folders (also while they are being written) and from packed studies."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from balnorm.bench.errors import one_line, shortened
+from balnorm.bench.norms import NORMS
+from balnorm.bench.study.metrics import leading, metric_names
+from balnorm.bench.study.packed import METRICS, STUDY, Packed, Records, command_line, read_packed, varied_fields
+from balnorm.bench.training.config import Recipe
+from balnorm.bench.training.experiment import Config
+from balnorm.bench.training.files import parse_json, regular
+from balnorm.bench.training.run import RESERVED, Run, RunError, State, state_after
+
+__all__ = ["Result", "Results", "Setting", "read_results", "settings_of"]
+
+_OURS = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "report", "error.txt", "files"}
+_OURS |= {"checkpoint.pt", "checkpoint.pt.previous", "checkpoint.pt.damaged"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What runs that differ only in their seeds have in common: the norm, and the fields that vary in a study."""
+
+    norm: str
+    varied: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def variation(self) -> str:
+        """The varied fields, such as ``lr=0.1 width=8``."""
+        return " ".join(f"{name}={text_of(value)}" for name, value in self.varied)
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Where to list it: numbers by size, then other values by name, then norms in the order of their list.
+
+        Norms of the user's own follow by name.
+        """
+        values = [(0, v, "") if isinstance(v, int | float) else (1, 0, str(v)) for _, v in self.varied]
+        return (*values, [*NORMS, self.norm].index(self.norm), self.norm)
+
+    def __str__(self) -> str:
+        return f"{self.norm} {self.variation}".strip()
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run of a study, and how far it is."""
+
+    folder: Path
+    """Its own folder, or that of the packed study that contains it."""
+    recipe: Config
+    setting: Setting
+    state: State = "new"
+    lines: Records = ()
+    """All lines of its metrics; the last line of a diverged run says when it diverged."""
+    packed: bool = False
+    reason: str = ""
+    """Why it failed or stopped."""
+
+    @property
+    def source(self) -> Path:
+        """The file that holds its metrics."""
+        return self.folder / (METRICS if self.packed else "metrics.jsonl")
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("finished", "diverged")
+
+    @property
+    def seconds(self) -> list[float]:
+        return [line["seconds"] for line in self.lines]
+
+    @functools.cached_property
+    def records(self) -> Records:
+        """The metrics of each epoch; those of a diverged run end before it diverged."""
+        return tuple(line for line in self.lines if not line.get("diverged"))
+
+    @property
+    def metric(self) -> str:
+        """The metric that leads, if it is known yet."""
+        return leading([name for name in (*self.records, {})[0] if name not in RESERVED], self.recipe.metric)
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs it has, or has had so far where that is not known."""
+        return self.recipe.epochs or len(self.lines)
+
+    def now(self) -> Result:
+        """The run as its folder is now. If its metrics cannot be read, it counts as failed."""
+        if self.packed:
+            return self
+        try:
+            state, lines = Run(self.folder).progress(self.recipe.epochs)
+        except (RunError, OSError) as error:
+            return replace(self, state="failed", lines=(), reason=one_line(error))
+        return replace(self, state=state, lines=tuple(lines), reason="")
+
+
+class Start(NamedTuple):
+    """Where, when and how a run was started."""
+
+    folder: Path | None
+    """The run's; ``None`` for all starts of a packed study on one machine."""
+    details: dict[str, Any]
+
+    @property
+    def command(self) -> str:
+        """What was typed, without the machine's paths."""
+        words = self.details.get("command")
+        return command_line([str(word) for word in words]) if isinstance(words, list) and words else ""
+
+
+@dataclass(frozen=True)
+class Results:
+    """The runs of a study, their origin, and a sentence for each problem with its files."""
+
+    runs: tuple[Result, ...]
+    problems: tuple[str, ...]
+    packed_commands: tuple[str, ...] = ()
+    starts: tuple[Start, ...] = ()
+    wanted: str | None = None
+    """The metric that leads, unless it is the study's own."""
+
+    @functools.cached_property
+    def metrics(self) -> dict[str, tuple[str, str]]:
+        """The metrics to report, the leading one first: each with the name of its figure and its own in words."""
+        names = dict.fromkeys(name for run in self.runs for name in (*run.records, {})[0] if name not in RESERVED)
+        first = self.wanted or next((run.metric for run in self.runs if run.metric), "")
+        found = metric_names(names, first, recipes=all(isinstance(run.recipe, Recipe) for run in self.runs))
+        if self.wanted not in (None, *found):
+            raise ValueError(f"metric must be one of {', '.join(found) or 'those measured'}, got {self.wanted!r}")
+        return found
+
+    @property
+    def metric(self) -> str:
+        """The metric that leads; empty before anything was measured."""
+        return next(iter(self.metrics), "")
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(setting.norm for setting in self.by_setting))
+
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """Each command once, those of packed studies first, then in the order in which they were typed."""
+        typed = sorted((str(start.details.get("started", "")), start.command) for start in self.starts if start.command)
+        return tuple(dict.fromkeys([*self.packed_commands, *(command for _, command in typed)]))
+
+    @property
+    def environments(self) -> tuple[dict[str, Any], ...]:
+        """Each machine with its versions, and how often and when runs were started there."""
+        return _machines(start.details for start in self.starts)
+
+    @functools.cached_property
+    def by_setting(self) -> dict[Setting, list[Result]]:
+        """The runs of each setting, sorted by what varies, then by norm in the order of their list."""
+        found: dict[Setting, list[Result]] = {}
+        for run in sorted(self.runs, key=lambda run: run.setting.place):
+            found.setdefault(run.setting, []).append(run)
+        return found
+
+    def count(self, state: State) -> int:
+        return sum(run.state == state for run in self.runs)
+
+    def packed(self) -> Packed:
+        """The runs that have ended, by setting and seed, with their own origin, as a packed study."""
+        runs = sorted((run for run in self.runs if run.ended), key=lambda run: (run.setting.place, run.recipe.seed))
+        folders = {None, *(run.folder for run in runs)}
+        origin = replace(self, starts=tuple(start for start in self.starts if start.folder in folders))
+        return Packed({run.recipe: run.lines for run in runs}, origin.commands, origin.environments)
+
+
+def settings_of(recipes: Sequence[Config]) -> list[Setting]:
+    """The setting of each recipe.
+
+    A field that follows from others, such as a learning rate chosen for each batch size, is left out.
+    """
+
+    def combinations(names: Sequence[str]) -> int:
+        return len({repr([recipe.fields.get(name) for name in names]) for recipe in recipes})
+
+    varying = varied_fields(recipes)
+    for name in reversed(list(varying)):
+        others = [other for other in varying if other != name]
+        if combinations(others) == combinations(varying):
+            varying = others
+    return [Setting(recipe.norm, tuple((name, recipe.fields.get(name)) for name in varying)) for recipe in recipes]
+
+
+def text_of(value: Any) -> str:
+    """A field's value as it appears in names."""
+    return "+".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def read_results(folders: Iterable[str | Path], metric: str | None = None) -> Results:
+    """Read every run below the folders. Skips what cannot be read, and says so. ``metric`` leads, if given."""
+    reader = _Reader()
+    for folder in dict.fromkeys(map(Path, folders)):
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder: give the folder of a study or a run")
+        reader.read(folder)
+    settings = settings_of([run.recipe for run in reader.runs.values()])
+    runs = [replace(run, setting=each) for run, each in zip(reader.runs.values(), settings, strict=True)]
+    return Results(tuple(runs), tuple(reader.problems), tuple(reader.packed_commands), tuple(reader.starts), metric)
+
+
+class _Reader:
+    """Collects the runs below folders, each once, whatever links lead there."""
+
+    def __init__(self) -> None:
+        self.runs: dict[Config, Result] = {}
+        self.problems: list[str] = []
+        self.packed_commands: list[str] = []
+        self.starts: list[Start] = []
+        self.seen: set[Path] = set()
+
+    def read(self, folder: Path) -> None:
+        def tell(error: OSError) -> None:
+            self.problems.append(f"{error.filename} cannot be read ({error.strerror}): left out")
+
+        for name, folders, files in os.walk(folder, onerror=tell, followlinks=True):
+            path, there = Path(name), {*files, *folders}
+            if path.resolve() in self.seen:
+                folders.clear()
+                continue
+            self.seen.add(path.resolve())
+            folders.sort()
+            for ours, add in (({STUDY}, self._add_packed), ({"config.json", "metrics.jsonl"}, self._add_run)):
+                if ours & there:
+                    try:
+                        add(path)
+                    except RunError as error:
+                        self.problems.append(f"{one_line(error)}: left out")
+
+    def _add_packed(self, folder: Path) -> None:
+        packed = read_packed(folder)
+        self.packed_commands += packed.commands
+        self.starts += [Start(None, machine) for machine in packed.environments]
+        for recipe, lines in packed.runs.items():
+            self._add(Result(folder, recipe, Setting(""), state_after(lines, recipe.epochs), lines, packed=True))
+
+    def _add_run(self, folder: Path) -> None:
+        run, tell = Run(folder), self.problems.append
+        if not run.config.exists():
+            raise RunError(f"{folder} has metrics and no config.json")
+        found = Result(folder, run.recipe(), Setting("")).now()
+        if found.reason:
+            tell(f"{found.reason}: counted as failed")
+        if not self._add(found):
+            return
+        if found.state == "failed" and run.error.exists():
+            tell(f"{folder} failed: {_last_line(run.error)}")
+        elif not run.metrics.is_file():
+            tell(f"{folder} has no metrics yet: counted as {found.state}")
+        if not found.reason and run.metrics.is_file() and not (run.metrics.read_bytes() or b"\n").endswith(b"\n"):
+            tell(f"{run.metrics} ends in the middle of a line, which is left out: counted as {found.state}")
+        names = (path.name for path in folder.iterdir() if path.suffix != ".tmp")
+        if foreign := sorted(name for name in names if name not in _OURS):
+            tell(f"{folder} contains files that do not belong to a run ({', '.join(foreign)}): ignored")
+        self.starts += [Start(folder, {**details, "starts": 1}) for details in self._starts(run)]
+
+    def _add(self, run: Result) -> bool:
+        """Add a run unless it is already here. A run folder and its copy in a packed study are the same run."""
+        twin = self.runs.setdefault(run.recipe, run)
+        if twin is run:
+            return True
+        better = run.ended and not twin.ended
+        if better:
+            self.runs[run.recipe] = run
+            self.starts = [start for start in self.starts if start.folder != twin.folder]
+        if run.packed == twin.packed or twin.lines != run.lines:
+            kept, other = (run, twin) if better else (twin, run)
+            here, there = (each.source if each.packed else each.folder for each in (other, kept))
+            self.problems.append(f"{here} is the same run as {there}: left out")
+        return better
+
+    def _starts(self, run: Run) -> list[dict[str, Any]]:
+        try:
+            starts = parse_json(regular(run.environment).read_text())
+        except (OSError, ValueError):
+            starts = None
+        if isinstance(starts, list) and all(isinstance(start, dict) for start in starts):
+            return starts
+        if starts is not None or run.metrics.exists():  # otherwise it never started
+            self.problems.append(f"{run.environment} is missing or damaged: where it ran is unknown")
+        return []
+
+
+_WHEN = ("first_start", "last_start", "started")
+_OF_A_START = {*_WHEN, "starts", "command", "resumed"}
+
+
+def _machines(starts: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Each machine with its versions, once; those with the most starts first."""
+    groups: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
+    for start in starts:
+        machine = {n: v for n, v in start.items() if n not in _OF_A_START and isinstance(v, str | int | float)}
+        groups.setdefault(repr(sorted(machine.items())), (machine, []))[1].append(start)
+    found = []
+    for machine, group in groups.values():
+        when = sorted(str(start[name]) for start in group for name in _WHEN if start.get(name))
+        dates = {"first_start": when[0], "last_start": when[-1]} if when else {}
+        found.append({"starts": sum(start["starts"] for start in group), **dates, **machine})
+    return tuple(sorted(found, key=lambda machine: -machine["starts"]))
+
+
+def _last_line(path: Path) -> str:
+    try:
+        text = regular(path).read_text(errors="replace")
+        return shortened((text.strip().splitlines() or ["for no reason given"])[-1])
+    except OSError as error:
+        return str(error)
