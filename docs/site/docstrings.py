@@ -1,9 +1,14 @@
-"""Docstrings as Markdown: Sphinx's roles and links become links, formulas and examples become blocks of code."""
+"""Docstrings as Markdown: Sphinx's roles and links become links, formulas and examples become blocks of code.
+
+Signatures show every option in the place of ``**options``.
+"""
 
 import re
 import textwrap
 
 import griffe
+
+OPTIONS = {"OptionKeywords": "Options", "LayerKeywords": "LayerOptions"}  # where the defaults are
 
 
 class Docstrings(griffe.Extension):
@@ -11,6 +16,25 @@ class Docstrings(griffe.Extension):
         for each in objects(pkg):
             if each.docstring is not None:
                 each.docstring.value = to_markdown(each.docstring.value, each)
+            if each.is_function:
+                each.parameters = griffe.Parameters(*spelt_out(each, pkg["_core.options"]))
+
+
+def spelt_out(function, options):
+    """The parameters, with every option. ``convert`` takes those that it is not given from the network."""
+    for parameter in function.parameters:
+        keywords = str(parameter.annotation).removeprefix("Unpack[").removesuffix("]")
+        if parameter.kind is griffe.ParameterKind.var_keyword and keywords in OPTIONS:
+            for field in options[OPTIONS[keywords]].all_members.values():
+                if field.is_attribute and "instance-attribute" in field.labels:
+                    yield griffe.Parameter(
+                        field.name,
+                        kind=griffe.ParameterKind.keyword_only,
+                        annotation=field.annotation,
+                        default="..." if function.name == "convert" else field.value,
+                    )
+        else:
+            yield parameter
 
 
 def objects(parent):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["ChannelAffine"]
 
@@ -32,6 +37,8 @@ class ChannelAffine(nn.Module):
 
     factor: Tensor
     bias: nn.Parameter
+    if TYPE_CHECKING:
+        __call__: Callable[..., Tensor]
 
     def __init__(
         self,

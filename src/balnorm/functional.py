@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from torch import Tensor
 
 from balnorm._core import function, method
 from balnorm._core.backends import cpu
 from balnorm._core.geometry import channels_of, geometry_of, per_axis
-from balnorm._core.options import MASSES, MassKind, Options
+from balnorm._core.options import MASSES, MassKind, OptionKeywords, Options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "MASSES",
@@ -65,7 +68,7 @@ def statistics(
     padding_mode: str = "zeros",
     transposed: bool = False,
     output_padding: int | Sequence[int] = 0,
-    **options: Any,
+    **options: Unpack[OptionKeywords],
 ) -> tuple[Tensor, Tensor]:
     r"""The mean and the mass of an input: how much of x, and of \|x\|, a weight meets per output element.
 
@@ -99,7 +102,7 @@ def statistics(
                   [0.7500, 1.0000, 0.7500],
                   [0.5625, 0.7500, 0.5625]]]])
     """
-    checked = Options.of("statistics()", options)
+    checked = Options.of("statistics()", {**options})
     axes = input.dim() - 2
     if kernel_size == ():
         geometry = geometry_of(())
@@ -177,7 +180,7 @@ def bal_conv(
     running_mean: Tensor | None = None,
     running_mass: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
-    **options: Any,
+    **options: Unpack[OptionKeywords],
 ) -> Tensor:
     r"""Balanced convolution, ``conv(input, w'') + bias - sum w'' mu``, over as many axes as the kernel has.
 
@@ -207,7 +210,7 @@ def bal_conv(
         tensor(True)
     """
     geometry = geometry_of(_kernel("bal_conv", weight), stride, padding, dilation, groups, padding_mode)
-    checked = Options.of("bal_conv()", options)
+    checked = Options.of("bal_conv()", {**options})
     running = (running_mean, running_mass, num_batches_tracked)
     return function.balanced_conv(input, weight, bias, gain, None, geometry, checked, training, *running)
 
@@ -227,7 +230,7 @@ def bal_conv_transpose(
     running_mean: Tensor | None = None,
     running_mass: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
-    **options: Any,
+    **options: Unpack[OptionKeywords],
 ) -> Tensor:
     r"""Balanced transposed convolution over as many axes as the kernel has.
 
@@ -244,7 +247,7 @@ def bal_conv_transpose(
     """
     kernel = _kernel("bal_conv_transpose", weight)
     geometry = geometry_of(kernel, stride, padding, dilation, groups, transposed=True, output_padding=output_padding)
-    checked = Options.of("bal_conv_transpose()", options)
+    checked = Options.of("bal_conv_transpose()", {**options})
     running = (running_mean, running_mass, num_batches_tracked)
     return function.balanced_conv(input, weight, bias, gain, None, geometry, checked, training, *running)
 
@@ -259,7 +262,7 @@ def bal_linear(
     running_mean: Tensor | None = None,
     running_mass: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
-    **options: Any,
+    **options: Unpack[OptionKeywords],
 ) -> Tensor:
     r"""Balanced linear map, ``input @ w''.T + bias - sum w'' mu``: a 1x1 convolution.
 
@@ -276,7 +279,7 @@ def bal_linear(
         >>> tuple(y.shape), bool(y.mean((0, 1)).abs().max() < 1e-5)
         ((5, 7, 4), True)
     """
-    checked = Options.of("bal_linear()", options)
+    checked = Options.of("bal_linear()", {**options})
     running = (running_mean, running_mass, num_batches_tracked)
     return function.balanced_conv(input, weight, bias, gain, None, geometry_of(()), checked, training, *running)
 

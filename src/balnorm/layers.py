@@ -18,15 +18,16 @@ from balnorm._checks import BalNormWarning, is_readable, warn
 from balnorm._core import function, method
 from balnorm._core.geometry import Geometry, channels_of, geometry_of
 from balnorm._core.method import Statistics
-from balnorm._core.options import MASSES, LayerOptions, Options
+from balnorm._core.options import MASSES, ConstructorKeywords, LayerKeywords, LayerOptions, Options
 from balnorm._core.torch_private import output_padding_for
 from balnorm.init import balanced_normal_, unit_variance_scale
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from collections.abc import Callable
+
+    from typing_extensions import Self, Unpack
 
 __all__ = [
-    "BALANCED",
     "BalNormConv1d",
     "BalNormConv2d",
     "BalNormConv3d",
@@ -37,8 +38,6 @@ __all__ = [
     "BalNormLinear",
     "BalNormWarning",
     "LayerOptions",
-    "layer_geometry",
-    "layer_statistics",
 ]
 
 
@@ -83,6 +82,8 @@ class BalNormLayer(nn.Module):
     form: Tensor
     options: LayerOptions
     _geometry: Geometry
+    if TYPE_CHECKING:
+        __call__: Callable[..., Tensor]  # of torch's modules it returns Any
 
     def _set_up(self, keywords: dict[str, Any]) -> None:
         """Add what torch's own layer lacks: options, state and initial values."""
@@ -349,7 +350,7 @@ class _BalNormConv(BalNormLayer):
         *,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        **options: Any,
+        **options: Unpack[LayerKeywords],
     ) -> None:
         super().__init__(
             in_channels,
@@ -364,15 +365,15 @@ class _BalNormConv(BalNormLayer):
             device=device,
             dtype=dtype,
         )
-        self._set_up(options)
+        self._set_up({**options})
 
     @classmethod
-    def from_conv(cls, conv: nn.Module, **options: Any) -> Self:
+    def from_conv(cls, conv: nn.Module, **options: Unpack[ConstructorKeywords]) -> Self:
         """Make a balanced layer with the geometry, weight and bias of ``conv`` and the constructor's ``options``.
 
         It has a bias even if ``conv`` has none (as is usual before a BatchNorm), unless you give ``bias=False``.
         """
-        return cls._from_plain(conv, options)
+        return cls._from_plain(conv, {**options})
 
     def forward(self, input: Tensor) -> Tensor:
         return self._forward(input, self._geometry)
@@ -402,7 +403,7 @@ class _BalNormConvTranspose(BalNormLayer):
         *,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        **options: Any,
+        **options: Unpack[LayerKeywords],
     ) -> None:
         super().__init__(
             in_channels,
@@ -418,12 +419,12 @@ class _BalNormConvTranspose(BalNormLayer):
             device=device,
             dtype=dtype,
         )
-        self._set_up(options)
+        self._set_up({**options})
 
     @classmethod
-    def from_conv(cls, conv: nn.Module, **options: Any) -> Self:
+    def from_conv(cls, conv: nn.Module, **options: Unpack[ConstructorKeywords]) -> Self:
         """Make a balanced layer with the geometry, weight and bias of ``conv``. See :meth:`BalNormConv2d.from_conv`."""
-        return cls._from_plain(conv, options)
+        return cls._from_plain(conv, {**options})
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         geometry = self._geometry if output_size is None else layer_geometry(self, input, output_size)
@@ -595,17 +596,17 @@ class BalNormLinear(BalNormLayer, nn.Linear):  # type: ignore[misc]  # torch doe
         *,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        **options: Any,
+        **options: Unpack[LayerKeywords],
     ) -> None:
         if options.get("mass", "channel") != "channel":
             raise ValueError(f"BalNormLinear has one kind of mass, 'channel', got {options['mass']!r}")
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._set_up(options)
+        self._set_up({**options})
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
+    def from_linear(cls, linear: nn.Linear, **options: Unpack[ConstructorKeywords]) -> Self:
         """Make a balanced layer with the weight and bias of ``linear``. See :meth:`BalNormConv2d.from_conv`."""
-        return cls._from_plain(linear, options)
+        return cls._from_plain(linear, {**options})
 
     def forward(self, input: Tensor) -> Tensor:
         return self._forward(input, self._geometry)

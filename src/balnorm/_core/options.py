@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
-__all__ = ["MASSES", "LayerOptions", "MassKind", "Options"]
+__all__ = [
+    "MASSES",
+    "ConstructorKeywords",
+    "LayerKeywords",
+    "LayerOptions",
+    "MassKind",
+    "OptionKeywords",
+    "Options",
+]
 
 MassKind = Literal["channel", "position"]
 MASSES: tuple[MassKind, ...] = ("channel", "position")
@@ -89,6 +98,35 @@ class LayerOptions(Options):
         if scale != "unit_variance" and not (_is_number(scale) and 0.0 < scale < math.inf):
             raise ValueError(f"output_scale must be 'unit_variance' or a positive finite number, got {scale!r}")
         _check_switches(self, "affine", "track_running_stats")
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The fields of :class:`Options` for type checkers, as in ``**options: Unpack[OptionKeywords]``."""
+
+    mass: MassKind
+    one_pass: bool
+    stats_fraction: float
+    shift: bool | Literal["auto"]
+    centred: bool
+    momentum: float | None
+    sync_stats: bool
+    process_group: ProcessGroup | None
+
+
+class LayerKeywords(OptionKeywords, total=False):
+    """The fields of :class:`LayerOptions` for type checkers."""
+
+    output_scale: float | Literal["unit_variance"]
+    affine: bool
+    track_running_stats: bool
+
+
+class ConstructorKeywords(LayerKeywords, total=False):
+    """What ``from_conv`` and ``from_linear`` pass on to the constructor."""
+
+    bias: bool
+    device: torch.device | str | int | None
+    dtype: torch.dtype | None
 
 
 _NOT_OURS = {

@@ -8,7 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from balnorm._checks import BalNormWarning
+from balnorm._core.options import LayerKeywords
 from balnorm.channels import ChannelAffine
 from balnorm.layers import BALANCED, BalNormConv2d, BalNormLayer
 from balnorm.surgery._decisions import (
@@ -38,6 +39,9 @@ from balnorm.surgery._exact import Original, Proof, is_exact
 from balnorm.surgery._flow import data_flow
 from balnorm.surgery._model import ModelT, device_of, refuse_wrapped, replace_modules
 from balnorm.text_table import text_table
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["ConversionReport", "convert"]
 
@@ -101,7 +105,7 @@ def convert(
     trained: bool | None = None,
     strict: bool = False,
     dry_run: bool = False,
-    **options: Any,
+    **options: Unpack[LayerKeywords],
 ) -> tuple[ModelT, ConversionReport]:
     """Replace every convolution and its BatchNorm by a balanced convolution, in place.
 
@@ -271,7 +275,7 @@ def _report(
     return ConversionReport(tuple(rows), proof)
 
 
-def _new(module: nn.Module, decision: Decision, options: dict[str, Any]) -> nn.Module | None:
+def _new(module: nn.Module, decision: Decision, options: LayerKeywords) -> nn.Module | None:
     """What takes the place of a module, before anything of a trained network is taken over."""
     if isinstance(decision, Balanced):
         return _balanced_layer(module, decision, options)
@@ -283,7 +287,7 @@ def _new(module: nn.Module, decision: Decision, options: dict[str, Any]) -> nn.M
     return nn.Identity().train(module.training) if isinstance(decision, Removed) else None
 
 
-def _balanced_layer(layer: nn.Module, decision: Balanced, options: dict[str, Any]) -> BalNormLayer:
+def _balanced_layer(layer: nn.Module, decision: Balanced, options: LayerKeywords) -> BalNormLayer:
     norm, follows = decision.norm, decision.place is Place.FOLLOWS
     taken_over: dict[str, Any] = {"shift": False} if decision.exact else {"centred": decision.signed}
     if isinstance(norm, _BatchNorm):
@@ -295,11 +299,10 @@ def _balanced_layer(layer: nn.Module, decision: Balanced, options: dict[str, Any
     if isinstance(norm, nn.SyncBatchNorm) and options.get("sync_stats", True):
         taken_over |= {"sync_stats": True, "process_group": norm.process_group}
     kind = BALANCED[torch_class(layer)]  # type: ignore[index]  # only layers that have one are balanced
-    if isinstance(layer, nn.Linear):
-        options = {name: value for name, value in options.items() if name != "mass"}
+    given = {name: value for name, value in options.items() if name != "mass" or not isinstance(layer, nn.Linear)}
     plain = copy.copy(layer)  # which shares all tensors
     plain.__class__ = kind.plain  # the layer may be of a subclass that changes nothing
-    balanced = kind._from_plain(plain, {**taken_over, **options})
+    balanced = kind._from_plain(plain, {**taken_over, **given})
     balanced.weight = layer.get_parameter("weight")  # the same object: parameters that are shared stay shared
     if isinstance(norm, _BatchNorm) and follows:
         # What the layer's own bias added, the norm took away again.
