@@ -141,13 +141,15 @@ def balanced_conv(
     fraction=1.0,
     shift=True,
     centred=False,
+    equalise=False,
     paper=False,
 ):
     """Output, effective weight, mean and mass of a balanced convolution. Geometry as one number (or pair) an axis.
 
     x is (N, C, *in), w is (D, C / groups, *kernel), or (C, D / groups, *kernel) if transposed. Under a kernel that is
     larger than the zero-padded image (of a transposed convolution: the output), every tap has the mass of its channel.
-    With `paper` the weight is that of the paper's own equations, and nothing is subtracted from the output.
+    With `paper` the weight is that of the paper's own equations, and nothing is subtracted from the output. With
+    `equalise` the layer sees each input times q, which evens out the masses.
     """
     kernel = w.shape[2:]
     taps = list(itertools.product(*(range(k) for k in kernel)))
@@ -173,11 +175,17 @@ def balanced_conv(
         return {(c, *t): met_values[t][:, c].sum() / elements for c in range(x.shape[1]) for t in taps}
 
     mu, a = per_output(counted), per_output(sized)
+    q = dict.fromkeys(a, 1.0)
+    if equalise:
+        for t in taps:
+            mean = sum(a[(c, *t)] for c in range(x.shape[1])) / x.shape[1]
+            for c in range(x.shape[1]):
+                q[(c, *t)] = mean / torch.maximum(a[(c, *t)], 0.1 * mean)
     in_per_group = x.shape[1] // groups
     outputs = w.shape[1] * groups if transposed else w.shape[0]
     out_per_group = outputs // groups
     channels = [range(g * in_per_group, (g + 1) * in_per_group) for g in range(groups)]
-    totals = [sum(a[(c, *t)] for c in cs for t in taps) for cs in channels]
+    totals = [sum(a[(c, *t)] * q[(c, *t)] for c in cs for t in taps) for cs in channels]
     planes, weights = [], []
     for g, cs in enumerate(channels):
         if transposed:
@@ -189,8 +197,11 @@ def balanced_conv(
         else:
             floor = sum(totals) / groups / 1000
             divisor = floor if floor > totals[g] else totals[g]
-            masses = {(i, *t): a[(c, *t)] for i, c in enumerate(cs) for t in taps}
+            masses = {(i, *t): a[(c, *t)] * q[(c, *t)] for i, c in enumerate(cs) for t in taps}
             effective = general_weight(w_group, masses, divisor, one_pass, shift)
+            if equalise:
+                factors = torch.stack([q[(c, *t)] for c in cs for t in taps]).reshape(effective.shape[1:])
+                effective = effective * factors
         if gain is not None:
             g_gain = gain[g * out_per_group : (g + 1) * out_per_group]
             effective = torch.stack([g_gain[d] * effective[d] for d in range(out_per_group)])

@@ -199,6 +199,7 @@ OPTIONS = [
     {"centred": True},
     {"centred": True, "mass": "position", "stats_fraction": 0.5},
     {"shift": True},
+    {"equalise": True, "mass": "position"},
     {"shift": False, "mass": "position"},
     {"output_scale": 1.0},
     {"affine": False},

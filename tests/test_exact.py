@@ -354,7 +354,8 @@ def test_a_trained_network_without_images_is_refused():
     before = str(model)
     with pytest.raises(ValueError, match=r"0 of this Sequential is trained: give example_input=.*trained=False"):
         convert(model)
-    for wrong in ({"shift": True}, {"shift": "auto"}, {"output_scale": 1.0}, {"track_running_stats": False}):
+    not_exact = ({"shift": True}, {"shift": "auto"}, {"equalise": True})
+    for wrong in (*not_exact, {"output_scale": 1.0}, {"track_running_stats": False}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}"):
             convert(model, example_input=x, **wrong)
     assert str(model) == before

@@ -143,6 +143,48 @@ def test_a_nearly_dead_group_is_divided_by_a_thousandth_of_the_mean(mass):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"mass": "position", "centred": True}, {"shift": False}], ids=str)
+@pytest.mark.parametrize(("geometry", "transposed"), [GEOMETRIES[0], GEOMETRIES[5], GEOMETRIES[-4]], ids=str)
+def test_equalised_convolution_is_the_reference(geometry, transposed, options):
+    """In value and gradient, with masses on both sides of a tenth of their mean."""
+    x, *rest = tensors(geometry[0], geometry[4], transposed, signed=True)
+    x[:, 0] *= 0.01
+    x[:, 1] *= 3
+
+    def output_and_gradients(function):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, *rest)]
+        y = function(*leaves)
+        return y.detach(), *torch.autograd.grad(y.pow(3).sum(), leaves)
+
+    arguments = reference_geometry(geometry, transposed) | {"shift": geometry[4] < 4} | options
+    expected = output_and_gradients(lambda *leaves: reference.balanced_conv(*leaves, **arguments, equalise=True)[0])
+    found = output_and_gradients(lambda *leaves: convolve(geometry, transposed, *leaves, **options, equalise=True))
+    torch.testing.assert_close(found, expected)
+
+
+def test_an_equalised_layer_answers_alike_to_inputs_of_other_sizes():
+    """Each channel has the same say: making one larger changes nothing, as long as none is below a tenth."""
+    x, w, bias, gain = tensors((3, 3), 1, False)
+    larger = x * torch.tensor([1.0, 2.0, 0.5, 1.5]).view(1, 4, 1, 1)
+    y, same, plain = (
+        BF.bal_conv2d(x, w, bias, gain, equalise=True),
+        BF.bal_conv2d(larger, w, bias, gain, equalise=True),
+        BF.bal_conv2d(larger, w, bias, gain),
+    )
+    torch.testing.assert_close(same, y)
+    assert not torch.allclose(plain, y)
+
+
+@pytest.mark.parametrize("equalise", [False, True])
+def test_dead_inputs_give_the_bias_whether_equalised_or_not(equalise):
+    x, w, bias, gain = tensors((3, 3), 1, False)
+    x = torch.zeros_like(x).requires_grad_()
+    y = BF.bal_conv2d(x, w, bias, gain, equalise=equalise)
+    torch.testing.assert_close(y, bias.view(1, -1, 1, 1).expand_as(y))
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert gradient.isfinite().all()
+
+
 def test_a_constant_signal_of_any_length_has_its_own_mass():
     """In float32, 0.1 added up eight million times in a row is 0.1047 on average."""
     x, w = torch.full((1, 1, 8_000_000), 0.1), torch.randn(2, 1, 3)

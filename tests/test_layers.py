@@ -342,7 +342,7 @@ def test_state_dict_names_are_frozen():
         "running_mean": (1, 6, 1, 1),
         "running_mass": (1, 6, 1, 1),
         "num_batches_tracked": (),
-        "form": (4,),
+        "form": (5,),
     }
     assert BalNormConv2d(6, 4, 3, mass="position").running_mass.shape == (1, 6, 3, 3)
     assert BalNormConvTranspose2d(6, 4, 3).running_mass.shape == (1, 6, 1, 1)

@@ -193,6 +193,7 @@ class BalNormLayer(nn.Module):
             shift=self.shifts,
             transposed=self.transposed,
             mean=found.mean,
+            equalise=self.options.equalise,
         )
         return weight, (-offset if self.bias is None else self.bias - offset).to(self.weight.dtype)
 
@@ -301,7 +302,7 @@ class BalNormLayer(nn.Module):
         if not self.shifts and self.options.shift == "auto":
             self.options = dataclasses.replace(self.options, shift=True)
         own = dict(zip(_FORM, _form(self), strict=True))
-        return torch.tensor([*{**own, "shift": 1, "centred": 0}.values()])
+        return torch.tensor([*{**own, "shift": 1, "centred": 0, "equalise": 0}.values()])
 
     def extra_repr(self) -> str:
         values = [(field.name, getattr(self.options, field.name), field.default) for field in _FIELDS]
@@ -483,6 +484,9 @@ class BalNormConv2d(_BalNormConv, nn.Conv2d):
             output kernel, so ``"auto"`` leaves it out where a kernel has a single input channel (depthwise layers);
             then :math:`w' = w` and :math:`c = \frac12 \sum p\,|w|`.
         centred: take the mass of \|x - mean\|: for inputs that do not come from a ReLU. It reads the input twice.
+        equalise: give every input channel the same say: multiply its weights by
+            :math:`q = \mathrm{mean}(a) / \max(a, 0.1\,\mathrm{mean}(a))` and balance for the mass :math:`a q`. On trial;
+            it runs in plain differentiable operations only, which are slower and keep more for the backward pass.
         output_scale: a constant factor besides the gain: ``"unit_variance"`` for outputs of variance 1, given rectified
             Gaussian inputs (``centred``: almost any), or a number; 1.0 is the literal reading of the paper.
         affine: whether the gain is learned. If not, it stays at 1. (The bias has its own argument.)
@@ -667,6 +671,7 @@ _FORM = {
     "one_pass": (False, True),
     "shift": (False, True),
     "centred": (False, True),
+    "equalise": (False, True),
 }
 """The options that change what a layer computes, and their values in the order of their codes."""
 
@@ -679,6 +684,7 @@ def _form(layer: BalNormLayer) -> list[int]:
         "one_pass": options.one_pass or not layer.shifts,
         "shift": layer.shifts,
         "centred": options.centred,
+        "equalise": options.equalise,
     }
     return [allowed.index(values[name]) for name, allowed in _FORM.items()]
 

@@ -89,7 +89,7 @@ def balanced_conv(
     shift = options.shifts(inputs // geometry.groups)
     call = Call(geometry, options, kind, shift, samples, among, given is None)
     # Without gradients and statistics there is nothing to save; the output is then exactly that of the folded layer.
-    plain = transformed or not (training or torch.is_grad_enabled())
+    plain = transformed or options.equalise or not (training or torch.is_grad_enabled())
     with without_autocast(autocast):
         if plain:
             y, found = plain_conv(x, weight, bias, gain, scale, given, call)
@@ -130,6 +130,7 @@ def plain_conv(
         shift=call.shift,
         transposed=geometry.transposed,
         mean=found.mean,
+        equalise=options.equalise,
     )
     return geometry.convolve(x, saturate(effective, x.dtype), _shifted(bias, offset, x.dtype)), found
 

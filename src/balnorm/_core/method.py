@@ -54,6 +54,7 @@ __all__ = [
     "contribution",
     "counts",
     "effective_rows",
+    "equaliser",
     "gradient_rows",
     "leading_samples",
     "like_weight",
@@ -65,6 +66,8 @@ __all__ = [
 
 FLOOR = 1e-3
 """The smallest divisor of w'', as a part of the mean over the layer's groups."""
+FAINT = 0.1
+"""The smallest mass that :func:`equaliser` evens out, as a part of the mean over the input channels."""
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -350,12 +353,19 @@ def balance(
     shift: bool = True,
     transposed: bool = False,
     mean: Tensor | None = None,
+    equalise: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The effective weight w'', in the shape, dtype and memory format of ``weight``, and the offset sum w'' mu, (D,).
 
     There is no epsilon. Where M or c vanishes to rounding error (dead inputs, equal weights, in one pass weights of one
     sign), w'' and the offset are zero, and so are their gradients. Without a ``mean`` the offset is zero.
+
+    ``equalise`` balances for inputs times the :func:`equaliser` q of their mass, and multiplies the result by q: as if
+    all input channels had about the same mass.
     """
+    if equalise:
+        q = equaliser(mass)
+        mass, mean = mass * q, None if mean is None else mean * q
     balanced = _balance(weight, mass, mean, one_pass, shift, groups, transposed)
     effective = balanced.direction * balanced.factor
     outputs = effective.shape[:2]
@@ -369,8 +379,18 @@ def balance(
         level = mean.to(effective.dtype) - mass.to(effective.dtype) if shift else mean.to(effective.dtype)
         met = torch.where(balanced.present, _by_group(level, effective), 0.0)
         offset = (effective * met).flatten(2).sum(2).flatten()
+    if equalise:
+        effective = effective * _by_group(q.to(effective.dtype), effective)
     result = saturate(from_by_output(effective, transposed), weight.dtype)
     return (like_weight(result, weight) if transposed else result), offset
+
+
+def equaliser(mass: Tensor) -> Tensor:
+    """q = mean(a) / max(a, 0.1 mean(a)), with the mean over the input channels; 1 where there is no mass."""
+    mean = mass.mean(1, keepdim=True)
+    present = (mean > 0) & (mean <= torch.finfo(mean.dtype).max)
+    mean, mass = torch.where(present, mean, 1.0), torch.where(present, mass, 1.0)  # so that gradients are finite too
+    return mean / torch.maximum(mass, FAINT * mean)
 
 
 def contribution(

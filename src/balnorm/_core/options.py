@@ -46,6 +46,10 @@ class Options:
     centred: bool = False
     """Take the mass of ``|x - mean|`` in place of ``|x|``: for inputs that do not come from a ReLU. It reads the input
     twice."""
+    equalise: bool = False
+    """Give every input channel the same say: multiply its weights by q = mean(a) / max(a, 0.1 mean(a)), the mean taken
+    over the channels, and balance for the mass a q. On trial: it runs in plain differentiable operations only, which
+    are slower and keep more for the backward pass."""
     momentum: float | None = 0.1
     """Weight of the newest batch in the running statistics; ``None`` is the plain average of all batches."""
     sync_stats: bool = False
@@ -73,7 +77,7 @@ class Options:
             raise ValueError("process_group needs sync_stats=True: without it nothing is sent between processes")
         if self.shift != "auto" and not isinstance(self.shift, bool):
             raise ValueError(f"shift must be True, False or 'auto', got {self.shift!r}")
-        _check_switches(self, "one_pass", "centred", "sync_stats")
+        _check_switches(self, "one_pass", "centred", "equalise", "sync_stats")
 
     def shifts(self, inputs_per_group: int) -> bool:
         """Whether an output kernel with this many input channels is shifted."""

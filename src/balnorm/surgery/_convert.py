@@ -232,10 +232,11 @@ def _refuse_inexact(what: str, has_images: bool, options: Mapping[str, Any]) -> 
             "that it was trained on, so that its outputs stay what they are. To train it from scratch, give "
             "trained=False"
         )
-    if options.get("shift") or "output_scale" in options or not options.get("track_running_stats", True):
+    changing = options.get("shift") or options.get("equalise") or "output_scale" in options
+    if changing or not options.get("track_running_stats", True):
         raise ValueError(
-            f"{what} is trained, and its outputs cannot stay what they are with the options shift, output_scale and "
-            "track_running_stats. To train it from scratch, give trained=False"
+            f"{what} is trained, and its outputs cannot stay what they are with the options shift, equalise, "
+            "output_scale and track_running_stats. To train it from scratch, give trained=False"
         )
 
 
