@@ -112,6 +112,7 @@ class OptionKeywords(TypedDict, total=False):
     stats_fraction: float
     shift: bool | Literal["auto"]
     centred: bool
+    equalise: bool
     momentum: float | None
     sync_stats: bool
     process_group: ProcessGroup | None
