@@ -485,8 +485,8 @@ class BalNormConv2d(_BalNormConv, nn.Conv2d):
             then :math:`w' = w` and :math:`c = \frac12 \sum p\,|w|`.
         centred: take the mass of \|x - mean\|: for inputs that do not come from a ReLU. It reads the input twice.
         equalise: give every input channel the same say: multiply its weights by
-            :math:`q = \mathrm{mean}(a) / \max(a, 0.1\,\mathrm{mean}(a))` and balance for the mass :math:`a q`. On trial;
-            it runs in plain differentiable operations only, which are slower and keep more for the backward pass.
+            :math:`q = \mathrm{mean}(a) / \max(a, 0.1\,\mathrm{mean}(a))` and balance for the mass :math:`a q`. On
+            trial; it runs in plain differentiable operations only, which are slower and keep more for backward.
         output_scale: a constant factor besides the gain: ``"unit_variance"`` for outputs of variance 1, given rectified
             Gaussian inputs (``centred``: almost any), or a number; 1.0 is the literal reading of the paper.
         affine: whether the gain is learned. If not, it stays at 1. (The bias has its own argument.)
