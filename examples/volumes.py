@@ -7,6 +7,8 @@ Segmentation Decathlon). Run it in a clone, after `pip install '.[bench]'`:
 ```
 balnorm compare examples/volumes.py:train --norms balnorm batchnorm instancenorm groupnorm none --root hippocampus
 ```
+
+The [results](../docs/results/volumes/README.md) are those of this script.
 """
 
 import gzip
@@ -61,8 +63,8 @@ def train(
 
 
 def layer(norm: str, inputs: int, outputs: int) -> nn.Sequential:
-    if norm == "balnorm":
-        return nn.Sequential(BalNormConv3d(inputs, outputs, 3, padding=1), nn.ReLU())
+    if norm in ("balnorm", "equalised"):
+        return nn.Sequential(BalNormConv3d(inputs, outputs, 3, padding=1, equalise=norm == "equalised"), nn.ReLU())
     norms = {
         "batchnorm": nn.BatchNorm3d(outputs),
         "instancenorm": nn.InstanceNorm3d(outputs, affine=True),
