@@ -60,7 +60,7 @@ def test_bfloat16_samples_are_read_exactly_and_rounded_as_torch_does(mass, layou
     matrix = WeightMatrix.of(w, geometry)
     exact = method.statistics(x.double(), samples, geometry, mass)
     with mock.patch.object(cpu, "_call", wraps=cpu._call) as called:
-        effective, _, found, saved = cpu.forward(x, matrix, None, None, None, call)
+        effective, _, _, found, saved, _ = cpu.forward(x, matrix, None, None, None, None, None, call)
     assert called.call_args.args[:2] == ("forward", (torch.float32, torch.bfloat16))
     torch.testing.assert_close(found.mass.double(), exact.mass, rtol=1e-6, atol=0)
     torch.testing.assert_close(found.mean.double(), exact.mean, rtol=0, atol=1e-6)
@@ -86,7 +86,9 @@ def test_bfloat16_samples_and_a_float64_weight_meet_in_torch():
     layer = balnorm.BalNormConv2d(3, 4, 3)
     x, w = torch.rand(2, 3, 6, 6).bfloat16(), torch.randn(4, 3, 3, 3, dtype=torch.float64)
     matrix, call = WeightMatrix.of(w, layer._geometry), call_of(layer, 2)
-    low, full = (cpu.forward(samples, matrix, None, None, None, call).effective for samples in (x, x.double()))
+    low, full = (
+        cpu.forward(samples, matrix, None, None, None, None, None, call).effective for samples in (x, x.double())
+    )
     assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low, full.bfloat16(), rtol=2**-7, atol=0)
 
@@ -96,7 +98,7 @@ def test_bfloat16_gradients_in_the_middle_go_to_the_even_one():
     layer = balnorm.BalNormConv1d(1, 1, 2, stride=2, shift=True)
     x, w = torch.ones(2, 1, 128).bfloat16(), torch.tensor([[[1.0, -1.0]]])
     matrix, call = WeightMatrix.of(w, layer._geometry), call_of(layer, 2)
-    saved = cpu.forward(x, matrix, None, None, None, call).saved
+    saved = cpu.forward(x, matrix, None, None, None, None, None, call).saved
     before = torch.arange(0, 512, 2).bfloat16().view(x.shape)
     dx = before.clone()
     with mock.patch.object(cpu.torch_backend, "add_statistics_gradient", side_effect=AssertionError):  # C adds it
@@ -118,11 +120,11 @@ def test_the_number_of_threads_changes_no_bit(options, layout, values):
     for count in (1, 2, 2, 5):
         torch.set_num_threads(count)
         matrix, call = WeightMatrix.of(layer.weight.detach(), layer._geometry), call_of(layer, 16)
-        effective, offset, _, saved = cpu.forward(x, matrix, gain, scale, None, call)
+        effective, bias, _, _, saved, _ = cpu.forward(x, matrix, None, gain, scale, None, None, call)
         g, dx = torch.linspace(-1, 1, effective.numel()).view_as(effective), torch.zeros_like(x)
         t = torch.linspace(-1, 1, 160)
         dweight, dgain = cpu.backward(g, t, dx, x, matrix, gain, scale, saved, call)
-        found.append((effective, offset, *saved, dweight, dgain, dx))
+        found.append((effective, bias, *saved, dweight, dgain, dx))
     torch.set_num_threads(threads)
     for other in found[1:]:
         for ours, theirs in zip(found[0], other, strict=True):
@@ -337,10 +339,10 @@ def test_an_address_is_given_for_what_c_expects_only(tensor, message):
 def test_given_statistics_are_those_of_the_batch():
     layer = balnorm.BalNormConv2d(3, 4, 3, padding=1, centred=True)
     x, matrix = torch.randn(2, 3, 6, 6), WeightMatrix.of(layer.weight.detach(), layer._geometry)
-    own = cpu.forward(x, matrix, None, None, None, call_of(layer, 2))
+    own = cpu.forward(x, matrix, None, None, None, None, None, call_of(layer, 2))
     given = Statistics(own.statistics.mean, own.statistics.mass)
-    again = cpu.forward(x, matrix, None, None, given, call_of(layer, 2, False))
-    torch.testing.assert_close((again.effective, again.offset), (own.effective, own.offset))
+    again = cpu.forward(x, matrix, None, None, None, given, None, call_of(layer, 2, False))
+    torch.testing.assert_close((again.effective, again.bias), (own.effective, own.bias))
 
 
 @pytest.mark.parametrize("counter", [-1, -5, 0, 3])

@@ -18,7 +18,7 @@ from balnorm._core import backends, method
 from balnorm._core.backends import Call, Running
 from balnorm._core.geometry import Geometry, channels_of
 from balnorm._core.matrix import WeightMatrix
-from balnorm._core.method import Processes, Statistics, leading_samples, saturate
+from balnorm._core.method import Processes, Statistics, leading_samples, saturate, shifted
 from balnorm._core.options import Options
 from balnorm._core.torch_private import (
     apply_function,
@@ -80,27 +80,30 @@ def balanced_conv(
     transformed = torch_transforms_the_program()
     if not transformed:
         _check_memory(weight, bias, gain, output_scale, *(running or ()))
-    # Copies: backward may need them after another forward, or DDP's broadcast, has changed the buffers.
-    scale = None if output_scale is None else output_scale.detach().expand(outputs).clone()
+    scale = None if output_scale is None else output_scale.detach().expand(outputs)
     given = None
     if running is not None and not training:
+        # Copies: backward may need them after another forward, or DDP's broadcast, has changed the buffers.
         given = Statistics(running.mean.clone(), running.mass.clone())
     among = processes(options) if training else None  # one process may evaluate alone
     shift = options.shifts(inputs // geometry.groups)
     call = Call(geometry, options, kind, shift, samples, among, given is None)
     # Without gradients and statistics there is nothing to save; the output is then exactly that of the folded layer.
     plain = transformed or options.equalise or not (training or torch.is_grad_enabled())
+    tracked = running if training and not recomputing() else None
     with without_autocast(autocast):
         if plain:
+            # The scale is copied for the same reason; a backend does so by itself.
+            scale = backends.torch.copy_of(scale)
             y, found = plain_conv(x, weight, bias, gain, scale, given, call)
-            tracker = backends.torch
+            tracker: Any = backends.torch
         else:
             holder: list[Any] = []
-            y = apply_function(_BalancedConv, x, weight, bias, gain, scale, given, call, holder)
+            y = apply_function(_BalancedConv, x, weight, bias, gain, scale, given, tracked, call, holder)
             found, tracker = holder
         # Last of all: a call that is refused on the way has moved no average.
-        if running is not None and training and not recomputing():
-            tracker.track(running, found, options.momentum)
+        if tracked is not None and tracker is not None:
+            tracker.track(tracked, found, options.momentum)
     if not geometry.kernel:
         return y.view(*input.shape[:-1], y.shape[1])
     return y if y.dim() == input.dim() else y.squeeze(0)
@@ -132,7 +135,7 @@ def plain_conv(
         mean=found.mean,
         equalise=options.equalise,
     )
-    return geometry.convolve(x, saturate(effective, x.dtype), _shifted(bias, offset, x.dtype)), found
+    return geometry.convolve(x, saturate(effective, x.dtype), shifted(bias, offset, x.dtype)), found
 
 
 def input_statistics(
@@ -156,7 +159,7 @@ def processes(options: Options) -> Processes:
 
 
 class _BalancedConv(torch.autograd.Function):
-    """:func:`plain_conv` with its gradient in closed form. ``holder`` gets the statistics and the backend."""
+    """:func:`plain_conv` with its gradient in closed form. ``holder`` gets the statistics and what is to track them."""
 
     @staticmethod
     def forward(
@@ -167,22 +170,28 @@ class _BalancedConv(torch.autograd.Function):
         gain: Tensor | None,
         scale: Tensor | None,
         given: Statistics | None,
+        running: Running | None,
         call: Call,
         holder: list[Any],
     ) -> Tensor:
         geometry = call.geometry
         matrix = WeightMatrix.of(weight, geometry)
         backend = backends.choose(x, weight, gain, scale, *(given or ()))
-        found = backend.forward(x, matrix, gain, scale, given, call)
-        y = geometry.convolve(x, matrix.weight(found.effective, weight), _shifted(bias, found.offset, x.dtype))
+        found = backend.forward(x, matrix, bias, gain, scale, given, running, call)
+        try:
+            y = geometry.convolve(x, matrix.weight(found.effective, weight), found.bias)
+        except BaseException:
+            if found.undo is not None:
+                found.undo()
+            raise
         if is_view(y):
             # conv1d returns a view; rewrap it as a base tensor so that it can be modified in place.
             y = y.new_empty(0).set_(y)  # type: ignore[call-overload]
         ctx.call, ctx.backend, ctx.bias_dtype = call, backend, None if bias is None else bias.dtype
         ctx.channels_last = matrix.channels_last
         mean, mass = given[:2] if given is not None else (None, None)
-        ctx.save_for_backward(x, weight, gain, scale, mean, mass, *found.saved)
-        holder += (found.statistics, backend)
+        ctx.save_for_backward(x, weight, gain, found.scale, mean, mass, *found.saved)
+        holder += (found.statistics, backend if found.undo is None else None)
         return y
 
     @staticmethod
@@ -209,14 +218,14 @@ def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dx, g, t = geometry.convolve_backward(dy, x, effective, [needs_x, needs_g, needs_bias or needs_g])
     dweight = dgain = None
     if g is not None and t is not None:
-        kernels, dgain = backend.backward(matrix.like(g), t, dx, x, matrix, gain, scale, saved, call)
+        kernels, dgain = backend.backward(g, t, dx, x, matrix, gain, scale, saved, call)
         dweight = matrix.weight(kernels, weight)
     return (
         dx,
         _as(dweight, weight) if needs_weight else None,
         t.to(ctx.bias_dtype) if needs_bias and t is not None else None,
         _as(dgain, gain) if needs_gain else None,
-        *(None,) * 4,
+        *(None,) * 5,
     )
 
 
@@ -237,16 +246,11 @@ def _plain_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     gradients = iter(torch.autograd.grad(y, wanted, dy, create_graph=create_graph) if wanted else ())
     dx, dweight, dgain = (next(gradients) if needed else None for _, needed in inputs)
     dbias = dy.sum([axis for axis in range(dy.dim()) if axis != 1]).to(ctx.bias_dtype) if needs_bias else None
-    return dx, dweight, dbias, dgain, *(None,) * 4
+    return dx, dweight, dbias, dgain, *(None,) * 5
 
 
 def _as(gradient: Tensor | None, like: Tensor) -> Tensor | None:
     return gradient if gradient is None or gradient.dtype == like.dtype else gradient.to(like.dtype)
-
-
-def _shifted(bias: Tensor | None, offset: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the convolution adds: the bias less what the mean of the input would."""
-    return saturate(-offset if bias is None else bias.to(offset.dtype) - offset, dtype)
 
 
 def _batched(input: Tensor, geometry: Geometry, fraction: float) -> tuple[Tensor, int]:

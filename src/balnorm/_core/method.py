@@ -60,6 +60,7 @@ __all__ = [
     "like_weight",
     "measure",
     "saturate",
+    "shifted",
     "statistics",
     "update_running",
 ]
@@ -282,6 +283,11 @@ def saturate(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         largest = torch.finfo(dtype).max
         tensor = tensor.clamp(-largest, largest)
     return tensor.to(dtype)
+
+
+def shifted(bias: Tensor | None, offset: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the convolution adds: the bias less the offset sum w'' mu, which the mean of the input would add."""
+    return saturate(-offset if bias is None else bias.to(offset.dtype) - offset, dtype)
 
 
 # --------------------------------------------------------------------------------------------------------------------

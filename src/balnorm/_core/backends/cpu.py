@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from balnorm._core.backends import torch as torch_backend
 from balnorm._core.backends.torch import Call, Forward, Running
 from balnorm._core.matrix import WeightMatrix
-from balnorm._core.method import Statistics, saturate
+from balnorm._core.method import Statistics, saturate, shifted
 from balnorm._core.torch_private import is_watched, thread_pool
 
 __all__ = ["LIBRARY", "backward", "effective", "forward", "status", "takes", "track"]
@@ -72,12 +72,19 @@ def status() -> str:
 
 
 def forward(
-    x: Tensor, matrix: WeightMatrix, gain: Tensor | None, scale: Tensor | None, given: Statistics | None, call: Call
+    x: Tensor,
+    matrix: WeightMatrix,
+    bias: Tensor | None,
+    gain: Tensor | None,
+    scale: Tensor | None,
+    given: Statistics | None,
+    running: Running | None,
+    call: Call,
 ) -> Forward:
     values = matrix.values
     real = values.dtype
     if values.numel() == 0:
-        return torch_backend.forward(x, matrix, gain, scale, given, call)
+        return torch_backend.forward(x, matrix, bias, gain, scale, given, running, call)
     shape, types = _shape(matrix, call), _types(real, x.dtype)
     saved, both = values.new_empty(shape.saved), values.new_empty(2, *shape.statistics)
     effective, offset = torch.empty_like(values, dtype=types[1]), values.new_empty(shape.outputs)
@@ -99,7 +106,9 @@ def forward(
     del keep
     mean, mass = both.unbind()
     kept = (saved,) if centre is None else (saved, centre)
-    return Forward(saturate(effective, x.dtype), offset, Statistics(mean, mass, centre), kept)
+    found = Statistics(mean, mass, centre)
+    copy = torch_backend.copy_of(scale)
+    return Forward(saturate(effective, x.dtype), shifted(bias, offset, x.dtype), copy, found, kept)
 
 
 def effective(
@@ -135,6 +144,7 @@ def backward(
     values = matrix.values
     if values.numel() == 0:
         return torch_backend.backward(gradient, t, dx, x, matrix, gain, scale, saved, call)
+    gradient = matrix.like(gradient)
     real, shape = values.dtype, _shape(matrix, call)
     types = _types(real, real if dx is None else dx.dtype)
     dgain, t = values.new_empty(shape.outputs), _dense(t, (shape.outputs,), real)

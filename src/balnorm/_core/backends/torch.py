@@ -5,7 +5,7 @@ These functions are the contract. Another backend has functions of the same name
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from balnorm._core.matrix import WeightMatrix
 from balnorm._core.method import Processes, Rows, Statistics
 from balnorm._core.options import MassKind, Options
 
-__all__ = ["Call", "Forward", "Running", "backward", "effective", "forward", "track"]
+__all__ = ["Call", "Forward", "Running", "backward", "copy_of", "effective", "forward", "track"]
 
 
 class Running(NamedTuple):
@@ -47,24 +47,40 @@ class Forward(NamedTuple):
 
     effective: Tensor
     """w'' as kernels, in the precision of the convolution."""
-    offset: Tensor
-    """sum w'' mu, (D,)."""
+    bias: Tensor
+    """The bias less sum w'' mu, (D,), in the same precision."""
+    scale: Tensor | None
+    """A copy of the scale: backward may need it after DDP's broadcast has changed the buffer."""
     statistics: Statistics
     saved: tuple[Tensor, ...]
     """What the other two functions need of it."""
+    undo: Callable[[], None] | None = None
+    """If the batch is in the moving averages already: what takes it out, should the convolution be refused."""
 
 
 def forward(
-    x: Tensor, matrix: WeightMatrix, gain: Tensor | None, scale: Tensor | None, given: Statistics | None, call: Call
+    x: Tensor,
+    matrix: WeightMatrix,
+    bias: Tensor | None,
+    gain: Tensor | None,
+    scale: Tensor | None,
+    given: Statistics | None,
+    running: Running | None,  # noqa: ARG001
+    call: Call,
 ) -> Forward:
-    """The effective weight for the statistics of ``x``, or for given ones."""
+    """The effective weight and bias for the statistics of ``x``, or for given ones.
+
+    ``running`` are the averages that the batch is to enter. A backend that can do it on the way may do so, and says how
+    to undo it; otherwise :func:`track` is called once the output is computed.
+    """
     found = batch_statistics(x, call) if given is None else given
     w = matrix.rows(matrix.values)
     mu, a = (matrix.row(statistic.to(w.dtype)) for statistic in found[:2])
     rows = method.measure(w, mu, a, call.options.one_pass, call.shift)
     w2, offset = method.effective_rows(w, _column(gain, scale, rows.mean), rows)
     effective = method.saturate(matrix.kernels(w2), x.dtype)
-    return Forward(effective, offset.flatten(), found, (*rows, *(() if found.centre is None else (found.centre,))))
+    saved = (*rows, *(() if found.centre is None else (found.centre,)))
+    return Forward(effective, method.shifted(bias, offset.flatten(), x.dtype), copy_of(scale), found, saved)
 
 
 def effective(
@@ -93,10 +109,12 @@ def backward(
     saved: Sequence[Tensor],
     call: Call,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the weight, as kernels, and of the gain, from dL/dw'' as kernels, which it overwrites, and t.
+    """The gradients of the weight, as kernels, and of the gain, from dL/dw'', which it may overwrite, and t.
 
-    What comes back through the statistics is added to ``dx``.
+    dL/dw'' has the shape of the weight, and the precision and memory format that the convolution gave it. What comes
+    back through the statistics is added to ``dx``.
     """
+    gradient = matrix.like(gradient)
     rows, w = Rows(*saved[:7]), matrix.rows(matrix.values)
     g = _column(gain, scale, rows.mean)
     t = t.to(w.dtype).view_as(rows.mean)
@@ -107,6 +125,10 @@ def backward(
         add_statistics_gradient(dx, x, Statistics(dmean, dmass, saved[7] if len(saved) > 7 else None), call)
     s = found.s.flatten()
     return matrix.kernels(found.dw), s if scale is None else s * scale.to(s.dtype)
+
+
+def copy_of(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else scale.clone()
 
 
 def track(running: Running, statistics: Statistics, momentum: float | None) -> None:
