@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 
-from balnorm import BalNormConv2d, scale_to_data
+from balnorm import BalNormConv2d
 
 data = load_digits()
 pixels = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -31,8 +31,6 @@ def network(norm, activation, centred, centred_pixels):
 def accuracy(norm, seed, activation, centred, images):
     torch.manual_seed(seed)
     model = network(norm, activation, centred, centred_pixels=bool(images.min() < 0))
-    if norm == "measured":
-        scale_to_data(model, images[:256])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for _ in range(4):
         for batch in torch.randperm(1500).split(64):
@@ -44,7 +42,7 @@ def accuracy(norm, seed, activation, centred, images):
 
 
 def show(name, activation=nn.ReLU, centred=False, images=pixels):
-    for norm in ("BatchNorm", "BalNorm", "measured"):
+    for norm in ("BatchNorm", "BalNorm"):
         values = [accuracy(norm, seed, activation, centred, images) for seed in (1, 2, 3)]
         each = " ".join(f"{value:.1f}" for value in values)
         print(f"{name:24} {norm:10} {statistics.median(values):5.1f}  ({each})", flush=True)

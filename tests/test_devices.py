@@ -10,7 +10,7 @@ What has to look at values, and so waits:
 - the initialisation of a layer (signs are drawn again until they are right), where it is not on the meta device;
 - ``update_stats``, which says so if no batch came, ``convert`` with an example (is an input ever negative?), and a
   ``balance_report`` that is printed or drawn;
-- a layer in its first evaluation (has it statistics?), ``fuse`` and ``fold``, and ``scale_to_data``;
+- a layer in its first evaluation (has it statistics?), ``fuse`` and ``fold``;
 - the loading of a state dict (was it trained with the same options?);
 - the trainer in every tenth step (has the loss diverged, and what to show), at the end of an epoch, and to save;
 - with float16, torch's ``GradScaler`` in every step: it skips one whose gradients are not finite;
@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 import balnorm
 import balnorm.functional as BF
-from balnorm import BalNormConv2d, balance_report, convert, fold, scale_to_data, update_stats
+from balnorm import BalNormConv2d, balance_report, convert, fold, update_stats
 from balnorm._core.backends import cpu
 from balnorm.bench.data import ImageSpec
 from balnorm.bench.models import BLOCKS, create_model
@@ -505,12 +505,11 @@ class NoDoublePrecision(TorchDispatchMode):
     [
         lambda model, x: str(balance_report(model, x)),
         lambda model, x: fold(convert(model, example_input=x, trained=True)[0]),
-        lambda model, x: scale_to_data(convert(model, example_input=x)[0], x),
     ],
 )
 def test_double_precision_is_left_to_the_function_that_knows_who_has_none(look, monkeypatch):
     """Apple's GPUs do not: there, these functions failed. (Here a CPU without it stands for them.)"""
-    for module in ("diagnostics", "surgery._exact", "surgery._fold", "surgery._scale"):
+    for module in ("diagnostics", "surgery._exact", "surgery._fold"):
         monkeypatch.setattr(f"balnorm.{module}.in_double_precision", Tensor.float)
     monkeypatch.setattr("balnorm.surgery._statistics.widest", lambda _: torch.float32)
     model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import balnorm.functional as BF
-from balnorm import BalNormConv2d, balance_report, convert, fold, scale_to_data, update_stats
+from balnorm import BalNormConv2d, balance_report, convert, fold, update_stats
 from balnorm._core import torch_private
 from cases import small_network
 
@@ -188,7 +188,7 @@ def sharded_models_train_on_after_they_were_looked_at(rank):
     fully_shard(model, mesh=mesh)
     for other in (whole, model):
         optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-        for look in (lambda m: update_stats([x], m), lambda m: balance_report(m, x), lambda m: scale_to_data(m, x)):
+        for look in (lambda m: update_stats([x], m), lambda m: balance_report(m, x)):
             look(other)
             optimizer.zero_grad()
             other(x).square().mean().backward()
@@ -197,14 +197,6 @@ def sharded_models_train_on_after_they_were_looked_at(rank):
     for refused in (model[0].effective_weight, lambda: fold(model)):
         with pytest.raises(RuntimeError, match=r"sharded: gather them first, with unshard\(\)"):
             refused()
-
-
-def measured_scales_are_the_same_everywhere(rank):
-    model = small_network()
-    scale_to_data(model, torch.rand(8, 3, 6, 6, generator=torch.Generator().manual_seed(rank)) * (rank + 1))
-    scales = [torch.zeros_like(model[0].output_scale) for _ in range(WORLD)]
-    dist.all_gather(scales, model[0].output_scale)
-    assert torch.equal(*scales)
 
 
 CHECKS = {
@@ -234,7 +226,6 @@ CHECKS |= {
         updated_statistics_are_those_of_all_batches,
         conversion_refuses_ddp,
         sharded_models_train_on_after_they_were_looked_at,
-        measured_scales_are_the_same_everywhere,
     )
 }
 

@@ -42,7 +42,6 @@ ROOMS = {  # the order inside a folder, where it is kept
         "_exact",
         "_convert",
         "_fold",
-        "_scale",
         "_param_groups",
         "__init__",
     ],

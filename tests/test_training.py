@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import functools
 import hashlib
 import io
 import json
@@ -27,7 +26,7 @@ import pytest
 import torch
 
 import held
-from balnorm import BalNormConv2d, scale_to_data
+from balnorm import BalNormConv2d
 from balnorm.bench import export
 from balnorm.bench.data import Images, ImageSpec
 from balnorm.bench.errors import Stopped
@@ -37,7 +36,7 @@ from balnorm.bench.training import config, machine
 from balnorm.bench.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from balnorm.bench.training.files import create_atomically, write_atomically
 from balnorm.bench.training.images import make_loaders
-from balnorm.bench.training.learner import Learner, make_model, make_optimizer, set_rates
+from balnorm.bench.training.learner import Learner, make_optimizer, set_rates
 from balnorm.bench.training.processes import LostProcessError, Processes, processes
 from balnorm.bench.training.progress import Progress
 from balnorm.bench.training.run import Run, RunBusyError, RunError
@@ -107,6 +106,7 @@ def test_recipes_are_consistent(name):
     assert recipe.name == name
     recipe.check()
     assert config.Recipe.from_dict(json.loads(json.dumps(vars(recipe)))) == recipe
+    assert config.Recipe.from_dict(vars(recipe) | {"scale_to_data": True}) == recipe  # a field of 0.2
     assert RECIPES[name].__doc__
 
 
@@ -160,7 +160,6 @@ def test_schedules():
         ({"seed": 2**63}, r"seed must be from 0 to below 2\*\*63, got 9223372036854775808"),
         ({"label_smoothing": 0.1, "mixup": "input"}, "label_smoothing goes with cross_entropy"),
         ({"sync_stats": True, "norm": "lrn"}, "sync_stats is for balnorm and batchnorm, not for lrn"),
-        ({"scale_to_data": True, "norm": "lrn"}, "scale_to_data is for balnorm, not for lrn"),
         ({"optimizer": "adamw"}, r"lr 0.1 is one for sgd: adamw moves .* give it 0.03 at most"),
     ],
 )
@@ -231,7 +230,6 @@ def test_a_finished_run_stays_as_it_is(whole):
         {"norm": "balnorm-quarter", "schedule": "multistep", "drops": (1,)},
         {"optimizer": "adamw", "lr": 0.003, "weight_decay": 0.05},
         {"optimizer": "adamw", "lr": 0.001, "schedule": "onecycle", "norm": "batchnorm", "clip_norm": 1.0},
-        {"scale_to_data": True, "ema": 0.9},
     ],
     ids=lambda change: ", ".join(f"{name}={value}" for name, value in change.items()),
 )
@@ -249,8 +247,9 @@ def test_a_run_from_before_version_0_2_goes_on(tmp_path, whole):
     run = Run(tmp_path / "old")
     state, _ = load_checkpoint(run.checkpoint)
     fields = json.loads(run.config.read_text())
-    for name in ("optimizer", "scale_to_data"):
-        del state["recipe"][name], fields[name]
+    for values in (state["recipe"], fields):
+        del values["optimizer"]
+        values["scale_to_data"] = False  # of 0.2, and no more
     del state["images"]
     position = {name: value for name, value in state["position"].items() if name != "diverged"}
     save_checkpoint(run.checkpoint, {**state, "position": {**position, "finished": False}})
@@ -293,30 +292,6 @@ def test_the_schedule_moves_learning_rate_and_momentum(optimizer):
     set_rates(group, Rates(0.02, 0.85))
     assert group["lr"] == 0.02
     assert (group["betas"] if optimizer == "adamw" else group["momentum"]) in ((0.85, 0.999), 0.85)
-
-
-def scales(state):
-    return {name: value for name, value in state.items() if name.endswith("output_scale")}
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_scales_are_measured_on_the_first_batch_and_kept(tmp_path, monkeypatch, compiled):
-    """In a residual network, by its average and in what is loaded from the run, compiled or not."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    recipe = replace(SMALL, scale_to_data=True, ema=0.9, epochs=1, train_limit=192, compile=compiled)
-    stop_after(recipe, tmp_path / "run", 2)
-    train(recipe, tmp_path / "run", show=False)
-    state, _ = load_checkpoint(Run(tmp_path / "run").checkpoint)
-    loader, _, images = make_loaders(recipe, Processes(0, 1, torch.device("cpu")), Path("data"))
-    torch.manual_seed(recipe.seed)
-    model = make_model(recipe, Processes(0, 1, torch.device("cpu")), images)
-    assumed = {name: value.clone() for name, value in scales(model.state_dict()).items()}
-    scale_to_data(model, next(loader.epoch(0)))
-    expected = scales(model.state_dict())
-    assert any(((expected[name] / assumed[name] - 1).abs() > 0.01).any() for name in expected)
-    for found in (state["model"], export.load_saved(tmp_path / "run").model.state_dict()):
-        assert scales(found).keys() == expected.keys()
-        assert all(torch.equal(scales(found)[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("norm", ["balnorm", "batchnorm", "batchnorm-quarter"])
@@ -871,18 +846,6 @@ def test_two_processes_give_the_result_of_one(tmp_path):
         assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-2)
     with pytest.raises(RunError, match="a different recipe"):
         train(alone, tmp_path / "two", show=False)
-
-
-def test_two_processes_measure_one_scale(tmp_path):
-    """Each sees half of the batch: without a sum over both, the scales would be those of one half."""
-    arguments = ["train", "digits", *OPTIONS, "--epochs", "1", "--batch-size", "32", "--sync-stats", "--scale-to-data"]
-    process = torchrun(*arguments, "--out", str(tmp_path / "two"))
-    recipe = replace(SMALL, epochs=1, sync_stats=True, scale_to_data=True)
-    train(recipe, tmp_path / "one", show=False)
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, output
-    one, two = (scales(weights(tmp_path / name)[0]) for name in ("one", "two"))
-    torch.testing.assert_close(two, one, rtol=1e-4, atol=0.0)
 
 
 @pytest.mark.parametrize("killed", [0, 1])

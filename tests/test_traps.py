@@ -12,13 +12,11 @@ import balnorm.functional as BF
 from balnorm import (
     BalNormConv1d,
     BalNormConv2d,
-    BalNormConvTranspose2d,
     BalNormLinear,
     BalNormWarning,
     _checks,
     convert,
     fold,
-    scale_to_data,
     update_stats,
 )
 from cases import CASES
@@ -127,16 +125,6 @@ def test_averaged_statistics_are_statistics_though_nobody_counted(use, options):
     use(other, torch.rand(2, 3, 8, 8))
 
 
-def test_a_scale_is_measured_about_the_mean():
-    """Where a stride meets bright pixels with some taps only, the outputs are not balanced about 0."""
-    layer, x = BalNormConv2d(2, 1, 3, stride=2), torch.rand(64, 2, 7, 7)
-    x[..., ::2, ::2] += 1
-    scale_to_data(layer, x)
-    y = layer(x)
-    assert y.mean().square() > 0.1
-    assert y.var(correction=0).item() == pytest.approx(1, rel=1e-3)
-
-
 def statistics_of_training(model):
     for norm in model.modules():
         if isinstance(norm, nn.BatchNorm2d):
@@ -147,7 +135,7 @@ def statistics_of_training(model):
     return model.double().eval()
 
 
-# A scale that fits the data -----------------------------------------------------------------------------------------
+# Activations whose outputs are far from 0 ----------------------------------------------------------------------------
 
 
 def train(model, images, labels, steps=100):
@@ -172,56 +160,13 @@ def activated(activation, **options):
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10))
 
 
-def test_measured_scales_give_unit_variance_in_every_layer():
-    model = nn.Sequential(
-        BalNormConv2d(3, 8, 3), nn.Softplus(), BalNormConvTranspose2d(8, 6, 2, stride=2), nn.Sigmoid(), nn.Flatten(),
-        BalNormLinear(6 * 144, 12),
-    )  # fmt: skip
-    x = torch.rand(64, 3, 8, 8)
-    with torch.no_grad():
-        model[2].gain.zero_()  # as a residual branch may start: it hides nothing
-        model[2].bias.fill_(0.3)
-    before = copy.deepcopy(model.state_dict())
-    scales = scale_to_data(model, (x, None))
-    assert list(scales) == ["0", "2", "5"]
-    assert model[0](x).std().item() == pytest.approx(1.0, rel=1e-3)
-    after = model.state_dict()
-    changed = {name for name in after if not torch.equal(after[name], before[name])}
-    of_the_call_above = {"0.running_mean", "0.running_mass", "0.num_batches_tracked"}
-    assert changed - of_the_call_above == {"0.output_scale", "2.output_scale", "5.output_scale"}
-    with torch.no_grad():
-        model[2].gain.fill_(1.0)
-        model[2].bias.zero_()
-    z = model[2](F.softplus(model[0](x)))
-    assert z.std().item() == pytest.approx(1.0, rel=1e-2)
-
-
-def test_with_measured_scales_sigmoid_networks_train(digits):
+def test_centred_sigmoid_networks_train(digits):
     results = []
-    for measured in (False, True):
+    for centred in (False, True):
         torch.manual_seed(0)
-        model = activated(nn.Sigmoid)
-        if measured:
-            scale_to_data(model, digits[0][:256])
-        results.append(accuracy(train(model, *digits), *digits))
+        results.append(accuracy(train(activated(nn.Sigmoid, centred=centred), *digits), *digits))
     assert results[0] < 0.3
     assert results[1] > 0.6
-
-
-def test_a_layer_without_variance_keeps_its_scale():
-    model = nn.Sequential(BalNormConv2d(3, 4, 3))
-    scale = model[0].output_scale.clone()
-    with pytest.warns(BalNormWarning, match="0 gives the same output for every input of this batch"):
-        assert scale_to_data(model, torch.zeros(2, 3, 5, 5)) == {}
-    assert torch.equal(model[0].output_scale, scale)
-
-
-def test_scales_survive_a_state_dict():
-    model = activated(nn.Softplus)
-    scale_to_data(model, torch.rand(32, 1, 8, 8))
-    other = activated(nn.Softplus)
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other[2].output_scale, model[2].output_scale)
 
 
 # Checkpoints of other networks --------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         fold,
         freeze_stats,
         param_groups,
-        scale_to_data,
         unfreeze_stats,
         update_stats,
     )
@@ -53,7 +52,6 @@ __all__ = [
     "fold",
     "freeze_stats",
     "param_groups",
-    "scale_to_data",
     "unfreeze_stats",
     "update_stats",
 ]

@@ -3,7 +3,6 @@
 from balnorm.surgery._convert import ConversionReport, convert
 from balnorm.surgery._fold import fold
 from balnorm.surgery._param_groups import param_groups
-from balnorm.surgery._scale import scale_to_data
 from balnorm.surgery._statistics import freeze_stats, unfreeze_stats, update_stats
 
 __all__ = [
@@ -12,7 +11,6 @@ __all__ = [
     "fold",
     "freeze_stats",
     "param_groups",
-    "scale_to_data",
     "unfreeze_stats",
     "update_stats",
 ]

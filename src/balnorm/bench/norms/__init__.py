@@ -86,7 +86,6 @@ class Normalization:
         activation: makes the layer behind the norm, for a number of channels: a ReLU, unless the method has its own.
             With ``inplace=True`` it may overwrite its input.
         follows_progress: whether its layers need to know, from :func:`set_progress`, how far training is.
-        balanced: whether its convolutions are BalNorm's.
     """
 
     conv: Callable[..., nn.Module]
@@ -97,7 +96,6 @@ class Normalization:
     sync: Literal["layers", "torch"] | None = None
     activation: Callable[..., nn.Module] = _relu
     follows_progress: bool = False
-    balanced: bool = False
 
 
 def get_norm(norm: str | Normalization) -> Normalization:
@@ -120,9 +118,7 @@ _BLUE, _SKY, _PINK, _WINE, _RED, _GREEN, _ORANGE, _GREY, _FOREST = (
 
 
 def _balnorm(style: Style, **options: Any) -> Normalization:
-    return Normalization(
-        _layer("BalNormConv2d", **options), _identity, _BALNORM, style, pixels="unit", sync="layers", balanced=True
-    )
+    return Normalization(_layer("BalNormConv2d", **options), _identity, _BALNORM, style, pixels="unit", sync="layers")
 
 
 NORMS: dict[str, Normalization] = {

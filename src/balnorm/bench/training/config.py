@@ -24,6 +24,8 @@ else:  # each name is written once, where it is defined; none of these modules i
 _POSITIVE = ("epochs", "batch_size", "lr", "alpha", "width", "train_limit", "test_limit", "clip_norm", "image_size")
 _LARGEST = {"lr": 1e30, "weight_decay": 1e30, "clip_norm": 1e30, "alpha": 1e6, "workers": 1000, "depth": 10_000}
 """The largest values that float32, a Beta distribution and a machine can handle."""
+_REMOVED = ("scale_to_data",)
+"""Fields of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,6 @@ class Recipe:
     """Clip the norm of the whole gradient to this value."""
     ema: float | None = None
     """Evaluate a moving average of the weights, with this decay."""
-    scale_to_data: bool = False
-    """Measure the output scales of balanced layers on the first batch, before training."""
 
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     compile: bool = False
@@ -130,8 +130,6 @@ class Recipe:
             raise ValueError("label_smoothing goes with cross_entropy and without mixup")
         if self.sync_stats and get_norm(self.norm).sync is None:
             raise ValueError(f"sync_stats is for balnorm and batchnorm, not for {self.norm}")
-        if self.scale_to_data and not get_norm(self.norm).balanced:
-            raise ValueError(f"scale_to_data is for balnorm, not for {self.norm}")
 
     def idle(self) -> dict[str, str]:
         """The fields that have no effect in combination with the others, and why."""
@@ -151,9 +149,13 @@ class Recipe:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Recipe:
-        """Build a recipe from its fields, as :func:`dataclasses.asdict` returns them, read back from JSON."""
+        """Build a recipe from its fields, as :func:`dataclasses.asdict` returns them, read back from JSON.
+
+        Fields that earlier versions wrote and this one has no use for are ignored: their runs can still be read.
+        """
         if not isinstance(values, dict):
             raise ValueError("not the fields of a recipe")
+        values = {name: value for name, value in values.items() if name not in _REMOVED}
         kinds = get_type_hints(Recipe)
         if unknown := sorted(values.keys() - kinds):
             raise ValueError(f"a recipe has no {', '.join(unknown)}")

@@ -22,7 +22,7 @@ from balnorm.bench.training.images import make_loaders
 from balnorm.bench.training.processes import Processes
 from balnorm.bench.training.schedules import Rates, rates
 from balnorm.layers import BalNormLayer
-from balnorm.surgery import param_groups, scale_to_data, update_stats
+from balnorm.surgery import param_groups, update_stats
 
 __all__ = ["Learner", "autocast", "make_model", "make_optimizer", "set_rates", "sums_of"]
 
@@ -52,12 +52,6 @@ class Learner:
             self.forward = nn.parallel.DistributedDataParallel(self.forward, device_ids=on_gpu)
         self.optimizer = make_optimizer(recipe, self.model)
         self.scaler = torch.amp.GradScaler(team.device.type, enabled=recipe.precision == "float16")
-
-    def measure_scales(self) -> None:
-        """Measure output scales before the first step, if the recipe asks for it. The state then contains them."""
-        if self.recipe.scale_to_data:
-            images, _ = next(self.train_loader.epoch(0))
-            scale_to_data(self.model, images)
 
     def follow_schedule(self, epoch: float) -> None:
         """Set the rates, and the norm's progress, for the given epoch, which may be a fraction."""

@@ -120,8 +120,7 @@ class Trainer:
 
     def epochs(self) -> Generator[dict[str, Any], None, None]:
         """Train to the end. Yields a record after each epoch, and saves once that is written."""
-        if not self.resume():
-            self.learner.measure_scales()
+        self.resume()
         if self.finished:
             self.progress.say(f"{self.run.folder} {'has diverged' if self.at.diverged else 'is finished'}")
             return
@@ -181,8 +180,8 @@ class Trainer:
             }
             save_checkpoint(self.run.checkpoint, state | self.learner.state())
 
-    def resume(self) -> bool:
-        """Load the folder's checkpoint. Returns whether there is one."""
+    def resume(self) -> None:
+        """Load the folder's checkpoint, if there is one."""
         folder = self.run.folder
         try:
             found = load_checkpoint(self.run.checkpoint, self.take_up)
@@ -201,14 +200,13 @@ class Trainer:
             self.run.keep_records(self.at.epoch)
             self.run.error.unlink(missing_ok=True)
         if found is None:
-            return False
+            return
         if found.problem is not None:
             self.progress.say(found.problem)
             if self.team.first:
                 set_aside(self.run.checkpoint)
         if not self.finished:
             self.progress.say(f"resuming {folder} at epoch {self.at.epoch + 1}, step {self.at.step}")
-        return True
 
     def take_up(self, state: dict[str, Any]) -> None:
         """Load a saved state. Raises some error if it does not belong to this run."""
