@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import balnorm.functional as BF
-from balnorm import BalNormConv2d, balance_report, convert, fold, update_stats
+from balnorm import BalNormConv2d, ChannelCentre, balance_report, convert, fold, update_stats
 from balnorm._core import torch_private
 from cases import small_network
 
@@ -72,6 +72,19 @@ def synchronised_is_one_process(rank, mass, shares, centred=False):
             torch.testing.assert_close(total, whole.grad)
         for (name, ours), whole in zip(model.named_buffers(), single.buffers(), strict=True):
             torch.testing.assert_close(ours, whole, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def centring_is_that_of_one_process(rank):
+    for shares in ((5, 3), (6, 0)):
+        layer, single = ChannelCentre(3, sync_stats=True).double(), ChannelCentre(3).double()
+        x = torch.randn(sum(shares), 3, 6, 6, generator=torch.Generator().manual_seed(0)).double()
+        mine = x.split(list(shares))[rank].clone().requires_grad_()
+        x.requires_grad_()
+        layer(mine).pow(3).sum().backward()
+        single(x).pow(3).sum().backward()
+        torch.testing.assert_close(mine.grad, x.grad.split(list(shares))[rank])
+        for ours, whole in zip(layer.buffers(), single.buffers(), strict=True):
+            torch.testing.assert_close(ours, whole)
 
 
 def sums_in_older_torch_have_gradients(rank):
@@ -217,6 +230,7 @@ CHECKS |= {
     check.__name__: check
     for check in (
         second_derivatives_are_synchronised,
+        centring_is_that_of_one_process,
         sums_in_older_torch_have_gradients,
         a_process_group_limits_the_synchronisation,
         two_forwards_before_one_backward_under_ddp,

@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from balnorm.channels import ChannelAffine
+    from balnorm.channels import ChannelAffine, ChannelCentre
     from balnorm.diagnostics import balance_report
     from balnorm.functional import backend
     from balnorm.layers import (
@@ -45,6 +45,7 @@ __all__ = [
     "BalNormLinear",
     "BalNormWarning",
     "ChannelAffine",
+    "ChannelCentre",
     "__version__",
     "backend",
     "balance_report",
@@ -67,8 +68,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'balnorm' has no attribute {name!r}")
     from balnorm import channels, diagnostics, functional, layers, surgery
 
-    homes = {"balance_report": diagnostics, "backend": functional, "ChannelAffine": channels}
-    home = layers if name.startswith("BalNorm") else homes.get(name, surgery)
+    homes = {"balance_report": diagnostics, "backend": functional}
+    prefixes = {"BalNorm": layers, "Channel": channels}
+    home = next((prefixes[each] for each in prefixes if name.startswith(each)), homes.get(name, surgery))
     globals()[name] = getattr(home, name)
     return globals()[name]
 

@@ -23,7 +23,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from balnorm._core.torch_private import storage_key
-from balnorm.channels import ChannelAffine
+from balnorm.channels import ChannelAffine, ChannelCentre
 from balnorm.layers import BalNormLayer
 from balnorm.surgery._model import tensors_in, undisturbed
 
@@ -112,7 +112,8 @@ def is_leaf(module: nn.Module) -> bool:
     of_torch = type(module).__module__.startswith("torch.nn.") and not isinstance(
         module, nn.Sequential | nn.ModuleList | nn.ModuleDict
     )
-    return of_torch or isinstance(module, _ConvNd | _NormBase | nn.Linear | BalNormLayer | ChannelAffine)
+    ours = BalNormLayer | ChannelAffine | ChannelCentre
+    return of_torch or isinstance(module, _ConvNd | _NormBase | nn.Linear | ours)
 
 
 # --------------------------------------------------------------------------------------------------------------------

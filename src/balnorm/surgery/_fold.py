@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from balnorm._checks import HAS_HOOKS, warn
-from balnorm.channels import ChannelAffine
+from balnorm.channels import ChannelAffine, ChannelCentre
 from balnorm.layers import BALANCED, BalNormLayer
-from balnorm.surgery._flow import traced
+from balnorm.surgery._flow import Flow, traced
 from balnorm.surgery._model import (
     ModelT,
     in_double_precision,
@@ -33,7 +32,8 @@ def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
     """Replace every balanced layer by the plain torch layer with the same output in eval mode.
 
     A :class:`~balnorm.ChannelAffine` goes into the convolution or linear layer that it feeds, if that one alone reads
-    it and does not pad; otherwise it becomes a depthwise 1x1 convolution. You can use and unpickle the result without
+    it and does not pad; otherwise it becomes a depthwise 1x1 convolution. A :class:`~balnorm.ChannelCentre` may also go
+    into the layer that feeds it, if nothing else reads that one's output. You can use and unpickle the result without
     balnorm, and it costs what an unnormalised network costs. Its weights are balanced for the running statistics (see
     :func:`update_stats`). It is for inference: trained further, it would be a network without normalisation. The names
     of the folded layers are logged at level INFO. Hooks of the layers are lost, with a warning.
@@ -65,14 +65,22 @@ def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
             warn(layer, HAS_HOOKS, name)
     logger.info("folding %d layers: %s", len(layers), ", ".join(layers))
     plain: dict[nn.Module, nn.Module] = {layer: layer.fuse() for layer in layers.values()}
-    affine = [module for module in model.modules() if isinstance(module, ChannelAffine)]
-    fed = _layers_fed(model, affine)
-    for module in affine:
-        if module in fed:
-            plain[fed[module]] = _with_factor(plain.get(fed[module], fed[module]), module)
+    constant = {
+        module: module.fuse() if isinstance(module, ChannelCentre) else module
+        for module in model.modules()
+        if isinstance(module, ChannelAffine | ChannelCentre)
+    }
+    flow = _flow_of(model) if constant else Flow()
+    for module, affine in constant.items():
+        following, preceding = (_neighbour(flow, module, after=after) for after in (True, False))
+        if following is not None and _takes_any_factor(following, affine.axes):
+            plain[following] = _with_factor(plain.get(following, following), affine)
+            plain[module] = nn.Identity().train(module.training)
+        elif preceding is not None and isinstance(module, ChannelCentre) and _is_convolution(preceding, affine.axes):
+            plain[preceding] = _with_shift(plain.get(preceding, preceding), affine)
             plain[module] = nn.Identity().train(module.training)
         else:
-            plain[module] = _depthwise(module)
+            plain[module] = _depthwise(affine)
     if inplace:
         return replace_modules(model, plain)
     # The copy gets the plain layers right away: balanced ones need not be copied first.
@@ -84,34 +92,38 @@ def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
     return copy.deepcopy(model, memo)
 
 
-def _layers_fed(model: nn.Module, affine: Sequence[ChannelAffine]) -> dict[nn.Module, nn.Module]:
-    """The layer that each of these modules can be merged into, if there is one."""
-    if not affine:
-        return {}
+def _flow_of(model: nn.Module) -> Flow:
+    """What feeds what; empty if the model cannot be traced."""
     try:
         with undisturbed(model):
-            flow = traced(model)
+            return traced(model)
     except Exception:  # symbolic tracing runs the model's own code, which can raise anything
-        return {}
-    fed = dict[nn.Module, nn.Module]()
-    for module in affine:
-        calls = flow.by_module.get(module, [])
-        layers = {user.module for call in calls for user in call.users}
-        layer = layers.pop() if len(layers) == 1 else None
-        if layer is not None and _takes_any_factor(layer, module.axes) and layer not in flow.used_directly:
-            sources = [call.inputs for call in flow.by_module[layer]]
-            # Each of its inputs comes from this module, and each output of this module goes to it and nowhere else.
-            if sources == [[call] for call in calls] and not module._forward_hooks and not layer._forward_pre_hooks:
-                fed[module] = layer
-    return fed
+        return Flow()
+
+
+def _neighbour(flow: Flow, module: nn.Module, *, after: bool) -> nn.Module | None:
+    """The module that takes each output of ``module``, or gives each of its inputs, if the two see nothing else."""
+    calls = flow.by_module.get(module, [])
+    modules = {other.module for call in calls for other in (call.users if after else call.inputs)}
+    other = modules.pop() if len(modules) == 1 else None
+    if other is None or other in flow.used_directly:
+        return None
+    met = [call.inputs if after else call.users for call in flow.by_module[other]]
+    first, second = (module, other) if after else (other, module)
+    watched = first._forward_hooks or second._forward_pre_hooks
+    return other if met == [[call] for call in calls] and not watched else None
+
+
+def _is_convolution(layer: nn.Module, axes: int) -> bool:
+    """Whether this is a convolution or a linear layer whose output channels are those of a module with ``axes``."""
+    known = isinstance(layer, BalNormLayer) or type(layer) in BALANCED
+    return known and (axes == 0 or not isinstance(layer, nn.Linear))  # otherwise its features are not the channels
 
 
 def _takes_any_factor(layer: nn.Module, axes: int) -> bool:
     """Whether a factor and a shift of the input can become part of the weight and the bias."""
-    if not isinstance(layer, BalNormLayer) and type(layer) not in BALANCED:
-        return False
-    if isinstance(layer, nn.Linear):
-        return axes == 0  # otherwise its features are not the channels
+    if not _is_convolution(layer, axes) or isinstance(layer, nn.Linear):
+        return _is_convolution(layer, axes)
     padding = layer.padding
     pads = padding != "valid" if isinstance(padding, str) else any(padding)  # type: ignore[arg-type]
     return not layer.transposed and not (pads and layer.padding_mode == "zeros")
@@ -132,6 +144,18 @@ def _with_factor(layer: nn.Module, affine: ChannelAffine) -> nn.Module:
     merged.weight.copy_((weight * factor.view(by_input)).view_as(layer.weight))
     merged.bias = nn.Parameter(bias.to(layer.weight), layer.weight.requires_grad)
     return merged
+
+
+@torch.no_grad()
+def _with_shift(layer: nn.Module, affine: ChannelAffine) -> nn.Module:
+    """A plain layer that adds the shift of ``affine`` to what ``layer`` computes."""
+    assert isinstance(layer, _ConvNd | nn.Linear)
+    shift, like = in_double_precision(affine.bias), layer.weight
+    if layer.bias is not None:
+        shift = shift + in_double_precision(layer.bias)
+    shifted = copy.deepcopy(layer)
+    shifted.bias = nn.Parameter(shift.to(like), like.requires_grad)
+    return shifted
 
 
 def _depthwise(affine: ChannelAffine) -> nn.Module:

@@ -11,16 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from balnorm.channels import ChannelCentre
 from balnorm.layers import BalNormLayer, layer_statistics
 from balnorm.surgery._model import ModelT, input_of_batch, uncompiled, undisturbed, widest
 
 __all__ = ["StatisticsSum", "freeze_stats", "unfreeze_stats", "update_stats"]
 
+_Tracking = BalNormLayer | ChannelCentre
+"""Layers with running statistics."""
+
 
 def update_stats(
     loader: Iterable[Any], model: nn.Module, *, forward: Callable[[nn.Module, Any], object] | None = None
 ) -> None:
-    """Re-estimate the running statistics of every balanced layer, exactly, over the batches of ``loader``.
+    """Re-estimate the running statistics of balanced layers and ChannelCentres, exactly, over the batches of a loader.
 
     Use it when the weights are not those of the training steps: averaged (EMA, SWA, schedule-free) or edited.
     Afterwards the running statistics are those of all samples together, whatever the sizes of the batches (a centred
@@ -47,16 +51,19 @@ def update_stats(
     layers = [
         layer
         for layer in model.modules()
-        if isinstance(layer, BalNormLayer) and layer.running_mass is not None and not layer.stats_frozen
+        if isinstance(layer, _Tracking) and layer.running_mean is not None and not layer.stats_frozen
     ]
     sums = {layer: StatisticsSum(layer) for layer in layers}
     with undisturbed(model), torch.no_grad(), ExitStack() as hooks:
         model.eval()
         for layer in layers:
             # The running statistics are to be those of the latest batch, all of it, of this process.
-            layer.options = dataclasses.replace(
-                layer.options, momentum=1.0, stats_fraction=1.0, sync_stats=False, process_group=None
-            )
+            if isinstance(layer, BalNormLayer):
+                layer.options = dataclasses.replace(
+                    layer.options, momentum=1.0, stats_fraction=1.0, sync_stats=False, process_group=None
+                )
+            else:
+                layer.momentum, layer.sync_stats = 1.0, False
             layer.train()
             hooks.enter_context(layer.register_forward_pre_hook(sums[layer].forget))
             hooks.enter_context(layer.register_forward_hook(sums[layer].add_tracked, prepend=True))
@@ -76,41 +83,42 @@ def update_stats(
                 buffer.copy_(values)
 
 
-def _buffers(layer: BalNormLayer) -> tuple[Tensor, Tensor, Tensor]:
-    assert layer.running_mean is not None
-    assert layer.running_mass is not None
-    assert layer.num_batches_tracked is not None
-    return layer.running_mean, layer.running_mass, layer.num_batches_tracked
+def _buffers(layer: _Tracking) -> tuple[Tensor, ...]:
+    """The running statistics, and the number of batches in them."""
+    names = ("running_mean", "running_mass", "num_batches_tracked")
+    return tuple(buffer for name in names if (buffer := layer._buffers.get(name)) is not None)
 
 
 class StatisticsSum:
     """The statistics of many batches together: each one's, weighted by the number of outputs it is an average over."""
 
-    def __init__(self, layer: BalNormLayer) -> None:
-        _, mass, _ = _buffers(layer)
-        dtype = widest(mass.device)
-        self.layer = layer
-        self.sums = torch.zeros((2, *mass.shape), dtype=dtype, device=mass.device)
-        self.outputs = torch.zeros((), dtype=dtype, device=mass.device)
-        self.batches = torch.zeros((), dtype=torch.long, device=mass.device)
+    def __init__(self, layer: _Tracking) -> None:
+        *statistics, _ = _buffers(layer)
+        device = statistics[0].device
+        dtype = widest(device)
+        self.layer, self.channels = layer, len(layer.gain if isinstance(layer, BalNormLayer) else layer.bias)
+        self.sums = torch.zeros((len(statistics), *statistics[0].shape), dtype=dtype, device=device)
+        self.outputs = torch.zeros((), dtype=dtype, device=device)
+        self.batches = torch.zeros((), dtype=torch.long, device=device)
 
-    def forget(self, layer: BalNormLayer, _: Any) -> None:
+    def forget(self, layer: _Tracking, _: Any) -> None:
         layer.reset_running_stats()
 
-    def add_tracked(self, layer: BalNormLayer, _: Any, output: Tensor) -> None:
+    def add_tracked(self, layer: _Tracking, _: Any, output: Tensor) -> None:
         """Add what the layer has just tracked; it does not count a batch that is empty or not finite."""
-        mean, mass, batches = _buffers(layer)
-        self._add(torch.stack([mean, mass]), batches, output)
+        *statistics, batches = _buffers(layer)
+        self._add(torch.stack(statistics), batches, output)
 
     def add_input(self, output: Tensor, input: Tensor, output_size: Sequence[int] | None = None) -> None:
         """Add what the layer would track of an input of the plain layer that it replaces."""
+        assert isinstance(self.layer, BalNormLayer)
         options = dataclasses.replace(self.layer.options, stats_fraction=1.0)
         statistics = torch.stack(layer_statistics(self.layer, input, output_size, options=options))
         finite = statistics.isfinite().all()
         self._add(torch.where(finite, statistics, 0.0), finite.long(), output)
 
     def _add(self, statistics: Tensor, batches: Tensor, output: Tensor) -> None:
-        outputs = batches * (output.numel() // self.layer.gain.numel())
+        outputs = batches * (output.numel() // self.channels)
         self.sums += statistics.to(self.sums.dtype) * outputs
         self.outputs += outputs
         self.batches += batches
@@ -124,7 +132,7 @@ class StatisticsSum:
 
 
 def freeze_stats(model: ModelT) -> ModelT:
-    """Make every balanced layer use its running statistics without updating them, in training mode too.
+    """Make every balanced layer and ChannelCentre use its running statistics and not update them, in training too.
 
     Use it for fine-tuning on few samples. Unlike ``eval()``, it survives ``train()``.
 
@@ -144,6 +152,6 @@ def unfreeze_stats(model: ModelT) -> ModelT:
 
 def _set_frozen(model: ModelT, frozen: bool) -> ModelT:
     for module in model.modules():
-        if isinstance(module, BalNormLayer):
+        if isinstance(module, _Tracking):
             module.stats_frozen = frozen
     return model
