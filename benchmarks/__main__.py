@@ -30,7 +30,6 @@ from torch.nn.modules.conv import _ConvNd
 from balnorm import BalNormConv2d, BalNormLayer, backend
 from balnorm._core.backends import cpu
 from balnorm.bench.data import Images, MemoryLoader, channel_statistics
-from balnorm.bench.norms import NORMS
 from balnorm.bench.profiling import interleaved, ratio, saved_bytes, training_step
 from balnorm.bench.recipes import get_recipe
 from balnorm.bench.training import images, learner, trainer
@@ -272,8 +271,8 @@ def growth(rounds: int) -> Iterable[str]:
 
 def one_layer(batch: int, width: int, kernel: int, image: int, rounds: int) -> list[str]:
     steps = {}
-    for method in ("none", "batchnorm", "balnorm", "balnorm-position"):
-        conv, norm = NORMS[method].conv, NORMS[method].norm
+    for method in ("none", "batchnorm", "balnorm", "position mass"):
+        conv, norm = METHODS[method].conv, METHODS[method].norm
         # the leading ReLU stands for the layer before: its output needs a gradient, as in a network
         layer = nn.Sequential(Scale(), nn.ReLU(), conv(width, width, kernel, padding=kernel // 2), norm(width))
         steps[method] = training_step(*in_layout(layer, (batch, width, image, image), "channels_last"))
@@ -282,7 +281,7 @@ def one_layer(batch: int, width: int, kernel: int, image: int, rounds: int) -> l
         f"{1e3 * statistics.median(times['none']):.1f}",
         spread(times["batchnorm"], times["none"]),
         spread(times["balnorm"], times["none"]),
-        spread(times["balnorm-position"], times["balnorm"]),
+        spread(times["position mass"], times["balnorm"]),
     ]
 
 

@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 
 from balnorm.bench.models import create_model
-from balnorm.bench.norms import NORMS
+from balnorm.bench.norms import NORMS, get_norm
 
-METHODS = ("none", "batchnorm", "groupnorm", "weightstandardization", "balnorm", "balnorm-position")
+METHODS = {name: NORMS[name] for name in ("none", "batchnorm", "groupnorm", "weightstandardization", "balnorm")}
+METHODS["position mass"] = get_norm("balnorm", mass="position")
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class Network:
 
     def build(self, method: str) -> nn.Module:
         if self.model == "layer":
-            norm, width = NORMS[method], self.options["width"]
+            norm, width = METHODS[method], self.options["width"]
             return nn.Sequential(norm.conv(width, width, 3, padding=1), norm.norm(width))
-        return create_model(self.model, method, **self.options)
+        return create_model(self.model, METHODS[method], **self.options)
 
 
 NETWORKS = {

@@ -200,24 +200,13 @@ def test_mistakes_with_checkpoints_are_answered_in_a_sentence(runs, tmp_path, ca
 
 def test_a_bench_compares_with_the_first(capsys):
     options = ["--width", "4", "--batch-size", "8", "--rounds", "2", "--norms", "none", "batchnorm", "balnorm"]
-    assert main(["bench", "digits", *options]) == 0
+    assert main(["bench", "digits", *options, "--vary", "mass=channel,position"]) == 0
     heading, *table = capsys.readouterr().out.splitlines()
     assert "2 interleaved rounds" in heading
-    rows = {line.split()[0]: line.split() for line in table[2:]}
+    rows = {line.split("  ")[0]: line.split() for line in table[2:]}
+    assert list(rows) == ["none", "batchnorm", "balnorm", "balnorm mass=position"]
     assert rows["none"][2] == "1.00"
     kept = {name: float(row[-1]) for name, row in rows.items()}
     assert kept["none"] == 1.0
     assert kept["batchnorm"] > 1.5  # a normalised copy of every activation
     assert kept["balnorm"] < 1.2
-
-
-@pytest.mark.parametrize(("command", "place"), [("compare", 0), ("bench", -1)])
-def test_a_recipe_that_is_there_for_its_norm_is_compared_with_it(command, place, monkeypatch):
-    """Without --norms, a study called cifar10-wrn-quarter trained everything but a quarter of the batch."""
-    seen = []
-    monkeypatch.setattr(f"balnorm.bench.cli.{command}", lambda *options: seen.append(options))
-    for recipe in ("cifar10-wrn-quarter", "cifar10-wrn"):
-        assert main([command, recipe]) in (0, None)
-    norms = [(options[1] if command == "compare" else options[0].bench).norms for options in seen]
-    assert norms[0][place] == "balnorm-quarter"
-    assert set(norms[0]) - set(norms[1]) == {"balnorm-quarter"}

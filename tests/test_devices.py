@@ -36,7 +36,7 @@ from balnorm import BalNormConv2d, balance_report, convert, fold, update_stats
 from balnorm._core.backends import cpu
 from balnorm.bench.data import ImageSpec
 from balnorm.bench.models import BLOCKS, create_model
-from balnorm.bench.norms import NORMS, set_progress
+from balnorm.bench.norms import NORMS, get_norm, set_progress
 from balnorm.bench.training.config import Recipe
 from balnorm.bench.training.processes import Processes
 from balnorm.bench.training.progress import Progress
@@ -359,11 +359,14 @@ def weight_norm_has_a_meta_gradient():
 
 
 @both
-@pytest.mark.parametrize("norm", NORMS)
-def test_norms(device, norm):
+@pytest.mark.parametrize(
+    ("norm", "options"), [*((norm, {}) for norm in NORMS), ("batchnorm", {"stats_fraction": 0.25})]
+)
+def test_norms(device, norm, options):
     if "weightnorm" in norm and not weight_norm_has_a_meta_gradient():
         pytest.skip("this torch cannot differentiate its own weight normalisation on the meta device")
-    conv, beside = NORMS[norm].conv, NORMS[norm].norm
+    made = get_norm(norm, **options)
+    conv, beside = made.conv, made.norm
     for dtype in (torch.float32, torch.float16):
         model = on_meta(lambda: nn.Sequential(conv(3, 8, 3), beside(8), nn.ReLU(), conv(8, 8, 1, stride=2), beside(8)))
         with gpu(device, model.to(dtype)):
@@ -457,7 +460,9 @@ IMAGES = ImageSpec(1, 8, tuple("0123456789"), (0.3,), (0.3,), (80, 20))
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-@pytest.mark.parametrize("norm", ["balnorm-position", "batchnorm"])
+@pytest.mark.parametrize(
+    "norm", [get_norm("balnorm", mass="position"), get_norm("batchnorm")], ids=["balnorm", "batchnorm"]
+)
 def test_a_step_under_autocast(precision, norm, monkeypatch, tmp_path):
     model = on_meta(create_model, "wide_resnet", norm, depth=8, width=8, in_channels=1)
     monkeypatch.setattr("balnorm.bench.training.learner.make_model", lambda *_: model)

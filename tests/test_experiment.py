@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from balnorm.bench.cli import main
-from balnorm.bench.norms import NORMS
 from balnorm.bench.study.executors import Resources, execute
-from balnorm.bench.study.figures import styles_of
+from balnorm.bench.study.figures import STYLES, styles_of
 from balnorm.bench.study.metrics import leading, number, shown, worst
 from balnorm.bench.study.results import Result, Setting, read_results
 from balnorm.bench.study.statistics import difference, levels
@@ -146,7 +145,7 @@ def test_the_report_can_be_about_another_metric(study, tmp_path, capsys):
     assert main([*command, "--metric", "iou"]) == 2
     assert "metric must be one of train_loss, dice, got 'iou'" in capsys.readouterr().err
     assert main([*command, "--baseline", "frozen"]) == 2
-    assert "baseline must be one of balnorm, mine, balnorm-two-pass," in capsys.readouterr().err
+    assert "baseline must be one of balnorm, mine, batchnorm," in capsys.readouterr().err
 
 
 def test_a_new_report_removes_the_figures_of_the_old_one(study, tmp_path):
@@ -211,7 +210,7 @@ def test_an_experiment_on_a_cluster(tmp_path):
         (["--batch-size", "two"], "two"),
         (["--vary", "size=2,8"], "--vary takes an option of train and its values, as lr=0.01,0.1,1, not 'size=2,8'"),
         (["--vary", "batch_size=2,x"], "x"),
-        (["--vary", "sure=yes"], "sure is True or False, not 'yes'"),
+        (["--vary", "sure=yes"], "invalid choice 'yes'"),
         (["--vary", "root=a,b"], "--vary takes an option of train"),
         (["--rate", "nan"], "rate must be finite"),
         (["--seed", "-1"], "seed must be from 0"),
@@ -446,7 +445,7 @@ def test_differences_of_diverged_runs_are_infinite_or_none():
 def test_norms_of_any_name_have_styles_of_their_own():
     names = ["balnorm", "batchnorm", *(f"mine {n}" for n in range(12))]
     styles = styles_of(names)
-    assert [styles[name] for name in names[:2]] == [NORMS[name].style for name in names[:2]]
+    assert [styles[name] for name in names[:2]] == [STYLES[name] for name in names[:2]]
     assert len(set(styles.values())) == len(names)
     assert len({styles[name].colour for name in names[:6]}) == 6
     assert styles_of([f"mine {n}" for n in range(100)])  # and no end

@@ -1,6 +1,8 @@
 """Every normalisation by name: it does what its paper says, and works in every network."""
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +17,15 @@ from balnorm.bench.norms import (
     BatchRenorm2d,
     DynamicTanh2d,
     FilterResponseNorm2d,
+    LeadingBatchNorm2d,
     MeanOnlyBatchNorm2d,
-    QuarterBatchNorm2d,
     ThresholdedLinear,
     get_norm,
     set_progress,
 )
+from balnorm.bench.recipes import get_recipe
+from balnorm.bench.training.images import make_loaders
+from balnorm.bench.training.processes import Processes
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -46,6 +51,15 @@ def test_every_norm_trains_and_evaluates(name):
     assert torch.equal(fresh.eval()(x), model(x))
 
 
+def test_only_balnorm_is_fed_unit_pixels():
+    def smallest(norm):
+        recipe = replace(get_recipe("digits"), norm=norm, train_limit=100, test_limit=100)
+        loader = make_loaders(recipe, Processes(0, 1, torch.device("cpu")), Path("nowhere"))[0]
+        return next(images for images, _ in loader.epoch(0)).min().item()
+
+    assert {norm for norm in NORMS if smallest(norm) == 0.0} == {"balnorm"}
+
+
 @pytest.mark.parametrize("name", NORMS)
 def test_weights_start_normal_by_fan_out(name):
     conv = NORMS[name].conv(64, 128, 3, stride=2, padding=1, groups=2)
@@ -60,35 +74,29 @@ def test_weights_start_normal_by_fan_out(name):
 def test_a_bias_stands_where_no_norm_would_take_it_away():
     with_bias = {name for name, norm in NORMS.items() if norm.conv(4, 4, 3).bias is not None}
     others = {"weightnorm", "lrn", "weightstandardization-scaled", "dynamictanh", "none"}
-    assert with_bias == {name for name in NORMS if name.startswith("balnorm")} | others
+    assert with_bias == {"balnorm"} | others
 
 
-def test_only_balnorm_is_fed_unit_pixels():
-    assert {name for name, norm in NORMS.items() if norm.pixels == "unit"} == {n for n in NORMS if "balnorm" in n}
+def test_options_of_norms():
+    """Only what differs from the defaults is given to a layer, and only to the layer that has it."""
     assert all(norm.source for norm in NORMS.values())
-
-
-def test_variants_of_balnorm():
-    def options(name):
-        layer = NORMS[name].conv(3, 4, 3)
-        return layer.one_pass, layer.mass, layer.stats_fraction, layer.options.output_scale
-
-    assert options("balnorm") == (True, "channel", 1.0, "unit_variance")
-    assert options("balnorm-two-pass") == (False, "channel", 1.0, "unit_variance")
-    assert options("balnorm-position") == (True, "position", 1.0, "unit_variance")
-    assert options("balnorm-quarter") == (True, "channel", 0.25, "unit_variance")
-    assert options("balnorm-gain1") == (True, "channel", 1.0, 1.0)
-    assert options("balnorm-position-two-pass") == (False, "position", 1.0, "unit_variance")
-    assert options("balnorm-gain1-two-pass") == (False, "channel", 1.0, 1.0)
-    assert options("balnorm-gain1-position") == (True, "position", 1.0, 1.0)
-    assert options("balnorm-gain1-position-two-pass") == (False, "position", 1.0, 1.0)
+    options = {"one_pass": False, "mass": "position", "stats_fraction": 0.25, "output_scale": 2.0}
+    options |= {"shift": False, "centred": True, "equalise": True}
+    assert NORMS["balnorm"].options == tuple(options)
+    layer = get_norm("balnorm", **options).conv(3, 4, 3)
+    assert {name: getattr(layer.options, name) for name in options} == options
+    assert get_norm("balnorm", **options).norm(4)(torch.ones(1, 4, 1, 1)).shape == (1, 4, 1, 1)
+    assert get_norm("batchnorm", stats_fraction=0.5).norm(4).stats_fraction == 0.5
+    assert type(get_norm("batchnorm", stats_fraction=1.0).norm(4)) is nn.BatchNorm2d
+    with pytest.raises(ValueError, match="groupnorm has no option 'mass'; it has none"):
+        get_norm("groupnorm", mass="position")
 
 
 def test_batchnorm_of_a_quarter_is_batchnorm_where_the_quarters_are_alike():
     """Then its output, gradients and running statistics are torch's, but for the count in the unbiased variance."""
     quarter = torch.randn(3, 5, 4, 4, dtype=torch.float64)
     x = torch.cat([quarter] * 4)
-    ours, theirs = QuarterBatchNorm2d(5).double(), nn.BatchNorm2d(5).double()
+    ours, theirs = LeadingBatchNorm2d(5, 0.25).double(), nn.BatchNorm2d(5).double()
     y, expected = ours(x), theirs(x)
     assert torch.allclose(y, expected)
     y.square().sum().backward()
@@ -99,19 +107,19 @@ def test_batchnorm_of_a_quarter_is_batchnorm_where_the_quarters_are_alike():
 
 
 def test_batchnorm_of_a_quarter_looks_at_the_first_quarter_only():
-    norm, x = QuarterBatchNorm2d(3).double(), torch.randn(8, 3, 2, 2, dtype=torch.float64)
+    norm, x = LeadingBatchNorm2d(3, 0.25).double(), torch.randn(8, 3, 2, 2, dtype=torch.float64)
     changed = torch.cat([x[:2], x[2:] * 100 + 7])
     assert torch.equal(norm(x)[:2], norm(changed)[:2])
     assert torch.autograd.gradcheck(norm, x.requires_grad_())
-    assert QuarterBatchNorm2d(3)(torch.ones(1, 3, 1, 1)).isfinite().all()
+    assert LeadingBatchNorm2d(3, 0.25)(torch.ones(1, 3, 1, 1)).isfinite().all()
     with pytest.raises(TypeError):
-        QuarterBatchNorm2d(3, affine=False)
+        LeadingBatchNorm2d(3, 0.25, affine=False)
 
 
 def test_batchnorm_of_a_quarter_is_exact_far_from_zero_in_bfloat16():
     x = (torch.randn(8, 3, 8, 8) + 30).bfloat16()
     expected = F.batch_norm(x[:2].double(), None, None, training=True)
-    assert (QuarterBatchNorm2d(3)(x)[:2].double() - expected).abs().max() < 0.02
+    assert (LeadingBatchNorm2d(3, 0.25)(x)[:2].double() - expected).abs().max() < 0.02
 
 
 @pytest.mark.parametrize(

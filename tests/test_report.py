@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import balnorm
 from balnorm.bench.cli import main
 from balnorm.bench.norms import NORMS
-from balnorm.bench.study.figures import Curve, Figure, Panel, figures, styles_of
+from balnorm.bench.study.figures import STYLES, Curve, Figure, Panel, figures, styles_of
 from balnorm.bench.study.plots import figure_files
 from balnorm.bench.study.report import summarize, write_report
 from balnorm.bench.study.results import read_results
@@ -202,7 +202,27 @@ def test_markdown_and_latex_are_well_formed(study):
 
 
 def test_every_norm_has_a_style_of_its_own():
-    assert len({norm.style for norm in NORMS.values()}) == len(NORMS)
+    assert NORMS.keys() < STYLES.keys()
+    assert len(set(STYLES.values())) == len(STYLES)
+
+
+def test_options_of_a_norm_are_lines_of_one_panel_and_numbers_an_axis(tmp_path):
+    """As the norms with names such as balnorm-position were, and with a figure of their own."""
+    for mass in ("channel", "position"):
+        for fraction in (0.1, 0.25, 1.0):
+            make_run(tmp_path, accuracies=[0.5, 0.6 + fraction / 10], mass=mass, stats_fraction=fraction)
+    make_run(tmp_path, "groupnorm")
+    sweep, *by_epoch = figures(read_results([tmp_path]))
+    assert sweep.key == "by-stats-fraction"
+    assert [(curve.norm, curve.x) for curve in sweep.panels[0].curves] == [
+        ("balnorm", (0.1, 0.25, 1.0)),
+        ("balnorm mass=position", (0.1, 0.25, 1.0)),
+    ]
+    (panel,) = by_epoch[0].panels
+    assert [curve.norm for curve in panel.curves][:2] == ["balnorm", "balnorm mass=position"]
+    assert len(panel.curves) == len({sweep.styles[curve.norm] for curve in panel.curves}) == 7
+    report = write_report([tmp_path], tmp_path / "report", formats=[], baseline="balnorm mass=position")
+    assert rows_of(report.tables[1])["balnorm mass=position stats_fraction=0.1"]["difference, points"] == "-9.00"
 
 
 def test_a_study_of_norms_has_all_epochs_and_two_zooms(tmp_path):
@@ -412,13 +432,14 @@ def test_an_unfinished_copy_does_not_hide_a_finished_run(tmp_path):
 
 def test_the_summary_with_balnorm_as_the_baseline(tmp_path):
     """It said that there was nothing to compare, above a table of differences."""
-    for norm in ("balnorm", "balnorm-position", "none"):
-        for seed in range(5):
-            make_run(tmp_path, norm, seed, [0.5, {"balnorm": 0.6, "none": 0.4}.get(norm, 0.7)])
+    for seed in range(5):
+        make_run(tmp_path, "balnorm", seed, [0.5, 0.6])
+        make_run(tmp_path, "balnorm", seed, [0.5, 0.7], mass="position")
+        make_run(tmp_path, "none", seed, [0.5, 0.4])
     results = read_results([tmp_path])
     sentences = summarize(results, differences_to(results, "balnorm"))
     assert [text.split(" points")[0] for text in sentences if "eed by seed" in text] == [
-        "Seed by seed, balnorm-position is +10.00",
+        "Seed by seed, balnorm mass=position is +10.00",
         "Seed by seed, none is -20.00",
     ]
 
@@ -670,7 +691,7 @@ def test_twice_the_runs_are_no_more_than_twice_the_work(tmp_path):
         finally:
             sys.settrace(before)
         assert f"All {2 * seeds} runs finished." in report.summary
-        assert NORMS["balnorm"].style.colour in report.page.read_text()
+        assert STYLES["balnorm"].colour in report.page.read_text()
         return count
 
     lines(2)  # what is done once only

@@ -103,6 +103,41 @@ def test_of_two_copies_of_a_run_the_finished_one_counts_and_then_the_one_with_it
     assert run.folder.name == ("balnorm-seed0" if copied == "unfinished" else "a-copy")
 
 
+def test_a_norm_is_trained_once_for_the_options_that_it_lacks(tmp_path):
+    vary = {"mass": ["channel", "position"], "stats_fraction": [1.0, 0.25]}
+    runs = plan(replace(DIGITS, output_scale=2.0), tmp_path, ["balnorm", "batchnorm", "none"], 1, vary)
+    assert [run.folder.name for run in runs] == [
+        "balnorm-mass=channel-stats_fraction=1.0-seed0",
+        "balnorm-mass=channel-stats_fraction=0.25-seed0",
+        "balnorm-mass=position-stats_fraction=1.0-seed0",
+        "balnorm-mass=position-stats_fraction=0.25-seed0",
+        "batchnorm-stats_fraction=1.0-seed0",
+        "batchnorm-stats_fraction=0.25-seed0",
+        "none-seed0",
+    ]
+    assert [str(run.setting) for run in runs] == [
+        "balnorm output_scale=2.0",
+        "balnorm stats_fraction=0.25 output_scale=2.0",
+        "balnorm mass=position output_scale=2.0",
+        "balnorm mass=position stats_fraction=0.25 output_scale=2.0",
+        "batchnorm",
+        "batchnorm stats_fraction=0.25",
+        "none",
+    ]
+    assert [run.recipe.method for run in runs] == [run.setting.method for run in runs]
+    assert runs[-1].recipe == replace(DIGITS, norm="none")  # as any study without the options trains it
+
+
+def test_the_command_says_which_norms_an_option_does_not_concern(tmp_path, capsys):
+    assert compare(tmp_path, "--vary", "mass=channel,position", "--alpha", "2", "--dry-run", "--seeds", "1") == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "balnorm: alpha has no effect: there is no mixup",
+        "balnorm: batchnorm: mass has no effect, so its values share a run",
+    ]
+    assert compare(tmp_path, "--norms", "batchnorm", "--mass", "position", "--dry-run", "--seeds", "1") == 0
+    assert capsys.readouterr().err == "balnorm: mass has no effect: it is an option of balnorm\n"
+
+
 def test_settings_name_what_varies_and_nothing_else():
     recipes = [
         replace(DIGITS, norm=norm, lr=lr, seed=seed) for norm in ("a", "b") for lr in (0.1, 1.0) for seed in (0, 1)
@@ -293,9 +328,12 @@ def test_missing_data_is_told_before_anything_runs(tmp_path, capfd):
         (["--vary", "norm=balnorm"], "--vary takes a field of the recipe"),
         (["--vary", "lr=0.1,0.2", "lr=0.3"], "--vary has lr twice"),
         (["--ray", "local", "--gpus", "1.5"], "gpus must be a whole number"),
-        (["--sync-stats", "--norms", "batchnorm-quarter"], "sync_stats is for balnorm and batchnorm"),
+        (["--sync-stats", "--norms", "none"], "sync_stats is for balnorm and batchnorm"),
+        (["--sync-stats", "--norms", "batchnorm", "--stats-fraction", "0.25"], "which takes the whole batch"),
+        (["--stats-fraction", "1.5"], "stats_fraction must be above 0 and at most 1"),
+        (["--output-scale", "0"], "output_scale must be unit_variance or above 0"),
         (["--vary", "lr"], "--vary takes a field of the recipe"),
-        (["--vary", "compile=maybe"], "compile is True or False"),
+        (["--vary", "compile=maybe"], "invalid choice 'maybe'"),
         (["--vary", "lr=-1"], "lr must be above 0"),
         (["--norms", "batchnorn"], "invalid choice"),
         (["--norm", "batchnorm"], "--norm"),

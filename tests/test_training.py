@@ -115,7 +115,7 @@ def test_the_papers_numbers():
     assert (recipe.lr, recipe.momentum, recipe.weight_decay, recipe.batch_size) == (0.1, 0.9, 1e-4, 128)
     assert (recipe.epochs, recipe.drops, recipe.depth, recipe.width) == (300, (150, 225), 20, 96)
     assert (recipe.data, recipe.model, recipe.padding, recipe.mixup) == ("cifar10", "wide_resnet", 4, "none")
-    assert get_recipe("cifar10-wrn-quarter") == replace(recipe, name="cifar10-wrn-quarter", norm="balnorm-quarter")
+    assert get_recipe("cifar10-wrn-quarter") == replace(recipe, name="cifar10-wrn-quarter", stats_fraction=0.25)
     mixed = get_recipe("cifar10-wrn-mixup")
     assert mixed == replace(recipe, name="cifar10-wrn-mixup", mixup="manifold", alpha=6.0)
     preact = get_recipe("cifar10-preact152")
@@ -227,7 +227,7 @@ def test_a_finished_run_stays_as_it_is(whole):
         {"mixup": "manifold", "loss": "bce"},
         {"mixup": "input", "precision": "bfloat16"},
         {"ema": 0.9, "schedule": "onecycle"},
-        {"norm": "balnorm-quarter", "schedule": "multistep", "drops": (1,)},
+        {"stats_fraction": 0.25, "mass": "position", "schedule": "multistep", "drops": (1,)},
         {"optimizer": "adamw", "lr": 0.003, "weight_decay": 0.05},
         {"optimizer": "adamw", "lr": 0.001, "schedule": "onecycle", "norm": "batchnorm", "clip_norm": 1.0},
     ],
@@ -294,10 +294,10 @@ def test_the_schedule_moves_learning_rate_and_momentum(optimizer):
     assert (group["betas"] if optimizer == "adamw" else group["momentum"]) in ((0.85, 0.999), 0.85)
 
 
-@pytest.mark.parametrize("norm", ["balnorm", "batchnorm", "batchnorm-quarter"])
-def test_averaged_weights_are_evaluated_with_statistics_of_their_own(tmp_path, norm):
+@pytest.mark.parametrize(("norm", "stats_fraction"), [("balnorm", 1.0), ("batchnorm", 1.0), ("batchnorm", 0.25)])
+def test_averaged_weights_are_evaluated_with_statistics_of_their_own(tmp_path, norm, stats_fraction):
     """An average of the statistics on the way lost BatchNorm 15 points, and BalNorm one, where the average lags."""
-    recipe = replace(SMALL, norm=norm, ema=0.95, train_limit=320, lr=0.3)
+    recipe = replace(SMALL, norm=norm, stats_fraction=stats_fraction, ema=0.95, train_limit=320, lr=0.3)
     train(recipe, tmp_path / "run", show=False)
     model = export.load_saved(tmp_path / "run").model
     saved = {name: value.clone() for name, value in model.named_buffers() if "running" in name}
@@ -960,7 +960,7 @@ def test_a_run_that_is_to_say_nothing_says_nothing(tmp_path, monkeypatch, capfd)
         (["train", "digit"], 2, "the recipe must be one of digits, "),
         (["train", "digits", "--epoch", "3"], 2, "Perhaps you meant"),
         (["train", "digits", "--lr", "fast"], 2, "could not convert string to float: 'fast'"),
-        (["train", "digits", "--norm", "batch"], 2, "balnorm-two-pass"),
+        (["train", "digits", "--norm", "batch"], 2, "weightnorm-meanonly"),
         (["train", "digits", "--epochs", "0"], 2, "epochs must be above 0, got 0"),
         (["train", "digits", "--checkpoint-steps", "0"], 2, "checkpoint_steps must be at least 1, got 0"),
         (["train", "cifar10-desk", "--root", "nowhere"], 1, "balnorm data get cifar10 --root nowhere"),

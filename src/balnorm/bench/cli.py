@@ -7,10 +7,10 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import tyro
 
@@ -39,6 +39,7 @@ from balnorm.bench.commands import (
 )  # fmt: skip
 from balnorm.bench.console import patient_output, remark
 from balnorm.bench.errors import Failure, Stopped, sentence
+from balnorm.bench.norms import NORMS
 from balnorm.bench.recipes import RECIPES, get_recipe
 from balnorm.bench.training.config import NormName, Recipe
 from balnorm.bench.training.experiment import Experiment, load_function
@@ -194,48 +195,40 @@ def _compare(arguments: list[str]) -> None:
     name, rest = _recipe_and_rest(arguments)
     if own := re.fullmatch(r"(.+\.py)(?::(\w+))?", name):
         file, function = Path(own[1]), load_function(Path(own[1]), own[2] or "train")
-        what = f"an option of {function.__name__}"
-        options, vary = _grid(experiment_options(function), name, rest, function.__doc__, what)
+        options: Any = _parse(experiment_options(function), rest, f"compare {name}", function.__doc__)
+        vary = _varied(options.recipe, options.grid.vary, vars(options.recipe), f"an option of {function.__name__}")
         own_fields = {"experiment": f"{file.name}:{function.__name__}", "metric": options.grid.metric, "norm": ""}
         experiment = Experiment.from_dict({**own_fields, "seed": options.grid.seed, **vars(options.recipe)})
         compare(experiment, options.grid, vary, file)
         return
-    recipe = get_recipe(name)
-    norms = tuple(dict.fromkeys([recipe.norm, *Grid().norms]))  # a recipe may be there for its norm
-    default = Compare(StudyRecipe(**{**vars(recipe), "norm": "balnorm"}), Grid(norms=norms))
-    options, vary = _grid(Compare, name, rest, RECIPES[name].__doc__, "a field of the recipe", default)
-    compare(Recipe(**vars(options.recipe)), options.grid, vary, recipe)
+    base = get_recipe(name)
+    options = _parse(
+        Compare, rest, f"compare {name}", RECIPES[name].__doc__, Compare(StudyRecipe(**vars(base)), Grid())
+    )
+    allowed = vars(base).keys() - {"name", "norm", "seed"}
+    vary = _varied(options.recipe, options.grid.vary, allowed, "a field of the recipe")
+    compare(Recipe(**vars(options.recipe)), options.grid, vary, base)
 
 
-def _grid(
-    kind: type, name: str, arguments: list[str], about: str | None, what: str, default: Compare | None = None
-) -> tuple[Any, dict[str, list[Any]]]:
-    """The options of a study, and the values of each field that varies, which are options too."""
-
-    def parse(arguments: list[str]) -> Any:
-        return _parse(kind, arguments, f"compare {name}", about, default)
-
-    options = parse(arguments)
-    fields = {field: value for field, value in vars(options.recipe).items() if default is None or field not in _FIXED}
-    vary: dict[str, list[Any]] = {}
-    for text in options.grid.vary:
+def _varied(
+    recipe: Any, texts: Sequence[str], allowed: Collection[str], what: str, example: str = "lr=0.01,0.1,1"
+) -> dict[str, list[Any]]:
+    """The values of each field that varies, from texts such as the example."""
+    kinds, vary = get_type_hints(type(recipe)), dict[str, list[Any]]()
+    for text in texts:
         field, _, values = text.partition("=")
         field = field.replace("-", "_")
-        if not values or field not in fields:
-            raise ValueError(f"--vary takes {what} and its values, as lr=0.01,0.1,1, not {text!r}")
+        if not values or field not in allowed:
+            raise ValueError(f"--vary takes {what} and its values, as {example}, not {text!r}")
         if field in vary:
-            raise ValueError(f"--vary has {field} twice: give all of its values at once, as lr=0.01,0.1,1")
-        parsed = [parse([*arguments, *_as_option(field, value, fields[field])]) for value in values.split(",")]
-        vary[field] = [getattr(each.recipe, field) for each in parsed]
-    return options, vary
-
-
-def _as_option(field: str, value: str, default: Any) -> list[str]:
-    if isinstance(default, bool):
-        if value not in ("True", "False"):
-            raise ValueError(f"{field} is True or False, not {value!r}")
-        return [f"--{field}" if value == "True" else f"--no-{field}"]
-    return [f"--{field}", value]
+            raise ValueError(f"--vary has {field} twice: give all of its values at once, as {example}")
+        alone = make_dataclass("Alone", [(field, kinds[field])])
+        parsed: list[Any] = [
+            tyro.cli(alone, args=[f"--{field}", value], prog="balnorm", config=(tyro.conf.FlagConversionOff,))
+            for value in values.split(",")
+        ]
+        vary[field] = [getattr(each, field) for each in parsed]
+    return vary
 
 
 def _report(arguments: list[str]) -> None:
@@ -264,10 +257,12 @@ def _data(arguments: list[str]) -> int:
 def _bench(arguments: list[str]) -> None:
     name, rest = _recipe_and_rest(arguments)
     recipe = get_recipe(name)
-    norms = tuple(dict.fromkeys([*BenchOptions().norms, recipe.norm]))
-    default = Bench(StudyRecipe(**{**vars(recipe), "norm": "balnorm"}), BenchOptions(norms=norms))
+    default = Bench(StudyRecipe(**vars(recipe)), BenchOptions())
     about = "Measure the time and memory of training steps of a recipe's network, interleaving the norms."
-    bench(_parse(Bench, rest, f"bench {name}", about, default))
+    options = _parse(Bench, rest, f"bench {name}", about, default)
+    norm_options = NORMS["balnorm"].options
+    vary = _varied(recipe, options.bench.vary, norm_options, "an option of the norms", "mass=channel,position")
+    bench(options, vary, recipe)
 
 
 def _inspect(arguments: list[str]) -> None:
@@ -345,8 +340,6 @@ _COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
 
 _NO_MEMORY = ("out of memory", "not enough memory", "allocate memory")
 """What torch's errors say, on GPUs and on CPUs."""
-_FIXED = ("name", "norm", "seed")
-"""Fields of a recipe that do not vary by --vary."""
 _PRINTING = {"data", "bench", "inspect", "completion"}
 """The commands whose only result is what they print."""
 

@@ -7,7 +7,7 @@ import io
 import math
 import types
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -164,8 +164,10 @@ class Pack:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    norms: tuple[NormName, ...] = ("none", "batchnorm", "groupnorm", "balnorm", "balnorm-position")
+    norms: tuple[NormName, ...] = ("none", "batchnorm", "groupnorm", "balnorm")
     """The normalisations to measure; the first is the one that the others are compared with."""
+    vary: tuple[str, ...] = ()
+    """Options of the norms to vary, each with its values: mass=channel,position"""
     rounds: int = 11
     """In each round, every norm takes one training step."""
     device: str | None = None
@@ -213,7 +215,7 @@ def compare(recipe: Config, grid: Grid, vary: dict[str, list[Any]], base: Recipe
         base: the recipe as it was before options changed it, or the file of the experiment's function.
     """
     from balnorm.bench.study.executors import Executor, LocalExecutor, RayExecutor, Resources
-    from balnorm.bench.study.grid import plan
+    from balnorm.bench.study.grid import combinations, plan
     from balnorm.bench.study.runner import cores, dry_run, run_study
 
     if grid.jobs < 1 or (grid.threads is not None and grid.threads < 1):
@@ -231,8 +233,9 @@ def compare(recipe: Config, grid: Grid, vary: dict[str, list[Any]], base: Recipe
     file = base.absolute() if isinstance(base, Path) else Path()
     resources = Resources(grid.root.absolute(), threads, grid.device, file=file)
     runs = plan(recipe, out, grid.norms, grid.seeds, vary)
-    if isinstance(base, Recipe):
-        remark(*without_effect(base, [run.recipe for run in runs if isinstance(run.recipe, Recipe)]))
+    if isinstance(base, Recipe) and isinstance(recipe, Recipe):
+        asked = [replace(recipe, norm=norm, **changed) for norm, changed in combinations(grid.norms, vary)]
+        remark(*without_effect(base, asked))
     if grid.dry_run:
         print(dry_run(runs, grid.jobs, resources))
         return
@@ -334,10 +337,9 @@ def data(options: Data) -> int:
     return 0
 
 
-def bench(options: Bench) -> None:
-    """Print the time and memory that training steps take."""
+def bench(options: Bench, vary: dict[str, list[Any]], base: Recipe) -> None:
+    """Print the time and memory that training steps take; ``base`` is the recipe before options changed it."""
     recipe, bench_options = Recipe(**vars(options.recipe)), options.bench
-    recipe.check()
     if not bench_options.norms or bench_options.rounds < 2:
         raise ValueError("bench needs a norm and two rounds at least")
     import platform
@@ -345,10 +347,16 @@ def bench(options: Bench) -> None:
     import torch
 
     from balnorm.bench.profiling import bench as measured
+    from balnorm.bench.study.grid import combinations
     from balnorm.bench.training.images import image_shape
     from balnorm.bench.training.processes import processes
     from balnorm.bench.training.processor import check_precision
 
+    asked = [replace(recipe, norm=norm, **changed) for norm, changed in combinations(bench_options.norms, vary)]
+    remark(*without_effect(base, asked))
+    recipes = list(dict.fromkeys(each.replaced() for each in asked))
+    for each in recipes:
+        each.check()
     channels, size, classes = image_shape(recipe)
     with processes(bench_options.device) as team:
         device = team.device
@@ -358,7 +366,7 @@ def bench(options: Bench) -> None:
         f"forward and backward; {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
         f"{platform.platform()}; {bench_options.rounds} interleaved rounds"
     )
-    print(measured(recipe, bench_options.norms, (channels, size, size), classes, bench_options.rounds, device))
+    print(measured(recipes, (channels, size, size), classes, bench_options.rounds, device))
 
 
 def inspect(options: Inspect) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from balnorm.bench.data import ImageSpec
 from balnorm.bench.models import create_model
+from balnorm.bench.norms import get_norm
 from balnorm.bench.training.checkpoint import CheckpointError, load_checkpoint, load_weights
 from balnorm.bench.training.config import Recipe
 from balnorm.bench.training.files import write_atomically
@@ -71,12 +72,13 @@ def _network(state: Mapping[str, Any]) -> tuple[Recipe, ImageSpec, nn.Module]:
     else:
         images = ImageSpec(**state["images"])
     options = {"in_channels": images.channels, **recipe.model_options()}
+    norm = get_norm(recipe.norm, **recipe.norm_options)
     with torch.device("meta"):  # a prepared file could ask for a network larger than the memory
-        shapes = create_model(recipe.model, recipe.norm, len(images.classes), **options).state_dict()
+        shapes = create_model(recipe.model, norm, len(images.classes), **options).state_dict()
     for name, value in shapes.items():
         if name in weights and weights[name].shape != value.shape:
             raise ValueError(f"{name} is {tuple(weights[name].shape)} instead of {tuple(value.shape)}")
-    model = create_model(recipe.model, recipe.norm, len(images.classes), **options)
+    model = create_model(recipe.model, norm, len(images.classes), **options)
     load_weights(model, weights)
     epoch, diverged = (state["position"].get(name) for name in ("epoch", "diverged"))
     if type(epoch) is not int or not 0 <= epoch <= recipe.epochs or type(diverged) is not bool:

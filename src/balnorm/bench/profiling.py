@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from balnorm.bench.models import create_model
+from balnorm.bench.norms import get_norm
 from balnorm.bench.training.config import Recipe
 from balnorm.bench.training.learner import Learner, autocast
 from balnorm.bench.training.processes import Processes, processes
@@ -26,40 +27,46 @@ __all__ = ["bench", "epoch_seconds", "interleaved", "ratio", "saved_bytes", "tra
 
 
 def bench(
-    recipe: Recipe, norms: Sequence[str], image: tuple[int, int, int], classes: int, rounds: int, device: torch.device
+    recipes: Sequence[Recipe], image: tuple[int, int, int], classes: int, rounds: int, device: torch.device
 ) -> str:
-    """A table of training steps of a recipe's network: time and memory of each norm, and their ratios to the first.
+    """A table of training steps of recipes' networks: time and memory of each method, and their ratios to the first.
 
     Args:
-        recipe: its network, batch size and precision are what is measured.
-        norms: the first is what the others are compared with.
+        recipes: they differ in norm and its options; the first is the one that the others are compared with.
         image: channels, height and width.
         classes: of the network.
-        rounds: in each of which every norm has one step.
+        rounds: in each of which every network has one step.
         device: to measure on.
     """
     channels, *_ = image
-    x = torch.rand(recipe.batch_size, *image, device=device).contiguous(memory_format=torch.channels_last)
+    x = torch.rand(recipes[0].batch_size, *image, device=device).contiguous(memory_format=torch.channels_last)
     steps, kept = {}, {}
-    for norm in norms:
+    for recipe in recipes:
         torch.manual_seed(recipe.seed)
-        model = create_model(recipe.model, norm, classes, in_channels=channels, **recipe.model_options())
+        norm = recipe.method
+        model = create_model(
+            recipe.model,
+            get_norm(recipe.norm, **recipe.norm_options),
+            classes,
+            in_channels=channels,
+            **recipe.model_options(),
+        )
         model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         with autocast(recipe, x.device):
             kept[norm] = saved_bytes(model, x)
         compiled: Any = torch.compile(model) if recipe.compile else model
         steps[norm] = training_step(compiled, x, functools.partial(autocast, recipe, x.device))
-    times = interleaved(steps, rounds)
+    times, first = interleaved(steps, rounds), recipes[0].method
     rows = []
-    for norm in norms:
-        middle, low, high = ratio(times[norm], times[norms[0]])
+    for norm in steps:
+        middle, low, high = ratio(times[norm], times[first])
         rows.append(
             [
                 norm,
                 f"{1000 * statistics.median(times[norm]):.1f}",
                 f"{middle:.2f} ({low:.2f}-{high:.2f})",
                 f"{kept[norm] / 2**20:.1f}",
-                f"{kept[norm] / kept[norms[0]]:.2f}",
+                f"{kept[norm] / kept[first]:.2f}",
             ]
         )
     return text_table(["norm", "ms a step", "ratio (quartiles)", "MiB kept for backward", "ratio"], rows)

@@ -31,7 +31,7 @@ def cifar10_wrn() -> Recipe:
 
 def cifar10_wrn_quarter() -> Recipe:
     """cifar10-wrn with statistics from a quarter of the batch: the paper's first remedy against overfitting."""
-    return replace(cifar10_wrn(), name="cifar10-wrn-quarter", norm="balnorm-quarter")
+    return replace(cifar10_wrn(), name="cifar10-wrn-quarter", stats_fraction=0.25)
 
 
 def cifar10_wrn_mixup() -> Recipe:

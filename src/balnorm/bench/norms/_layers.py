@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import BatchNorm2d
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -19,13 +18,13 @@ from balnorm.layers import BalNormConv2d
 
 __all__ = [
     "BalNormConv2d",
-    "BatchNorm2d",
     "BatchRenorm2d",
     "DynamicTanh2d",
     "FilterResponseNorm2d",
+    "LeadingBatchNorm2d",
     "MeanOnlyBatchNorm2d",
-    "QuarterBatchNorm2d",
     "ThresholdedLinear",
+    "batch_norm",
     "conv",
     "group_norm",
     "identity",
@@ -120,6 +119,10 @@ def identity(_: int) -> nn.Module:
     return nn.Identity()
 
 
+def batch_norm(channels: int, stats_fraction: float = 1.0) -> nn.Module:
+    return nn.BatchNorm2d(channels) if stats_fraction == 1.0 else LeadingBatchNorm2d(channels, stats_fraction)
+
+
 def group_norm(channels: int) -> nn.Module:
     """32 groups, or the largest divisor of 32 that gives whole groups of at least two channels.
 
@@ -175,15 +178,15 @@ class _RunningNorm(nn.Module):
             running.copy_(torch.where(finite, moved, running))
 
 
-class QuarterBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm with the statistics of the first quarter of the batch (at least one image), for all of it.
+class LeadingBatchNorm2d(nn.BatchNorm2d):
+    """BatchNorm with the statistics of a leading fraction of the batch (at least one image), for all of it.
 
     The rest is torch's: parameters, running statistics and eval mode. It is the counterpart of BalNorm's
-    ``stats_fraction=0.25``: noisier statistics, which regularise.
+    ``stats_fraction``: noisier statistics, which regularise.
 
     Example:
         >>> x = torch.randn(8, 3, 4, 4)
-        >>> norm, whole = QuarterBatchNorm2d(3), nn.BatchNorm2d(3)
+        >>> norm, whole = LeadingBatchNorm2d(3, stats_fraction=0.25), nn.BatchNorm2d(3)
         >>> torch.allclose(norm(x)[:2], whole(x[:2]), atol=1e-6)
         True
     """
@@ -193,13 +196,18 @@ class QuarterBatchNorm2d(nn.BatchNorm2d):
     num_batches_tracked: Tensor
     momentum: float | None
 
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1) -> None:
+    def __init__(
+        self, num_features: int, stats_fraction: float, eps: float = 1e-5, momentum: float | None = 0.1
+    ) -> None:
         super().__init__(num_features, eps, momentum)
+        self.stats_fraction = stats_fraction
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or not input.numel():
             return super().forward(input)
-        some = input[: leading_samples(input.shape[0], 0.25)].to(torch.promote_types(input.dtype, torch.float32))
+        some = input[: leading_samples(input.shape[0], self.stats_fraction)].to(
+            torch.promote_types(input.dtype, torch.float32)
+        )
         variance, mean = torch.var_mean(some, (0, 2, 3), correction=0)
         if not recomputing():
             with torch.no_grad():
@@ -212,6 +220,9 @@ class QuarterBatchNorm2d(nn.BatchNorm2d):
             each.view(1, -1, 1, 1) for each in (self.weight * (variance + self.eps).rsqrt(), mean, self.bias)
         )
         return ((input - mean) * scale + bias).to(input.dtype)  # in the precision of the statistics
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, stats_fraction={self.stats_fraction}"
 
 
 class MeanOnlyBatchNorm2d(_RunningNorm):

@@ -6,16 +6,56 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
-from balnorm.bench.norms import NORMS, Style
 from balnorm.bench.study.metrics import is_share, lower_is_better
-from balnorm.bench.study.results import Results, Setting
+from balnorm.bench.study.results import Results
 from balnorm.bench.study.statistics import Spread, final_spread, values_by_epoch
 
-__all__ = ["Curve", "Figure", "Panel", "figures", "styles_of"]
+__all__ = ["STYLES", "Curve", "Figure", "Panel", "Style", "figures", "styles_of"]
 
 Range = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How to draw a method."""
+
+    colour: str
+    dash: Literal["solid", "dashed", "dotted"] = "solid"
+
+
+# The palette of Okabe and Ito, which colour-blind readers can tell apart, with a few of Paul Tol's muted colours. What
+# belongs together has one colour and differs in its dashes, so that nothing depends on telling more colours apart.
+_BLUE, _SKY, _PINK, _WINE, _RED, _GREEN, _ORANGE, _GREY, _FOREST = (
+    *("#0072B2", "#56B4E9", "#CC79A7", "#A0305F", "#D55E00", "#009E73", "#E69F00", "#7A7A7A", "#117733"),
+)
+STYLES = {
+    "balnorm": Style(_BLUE),
+    "balnorm one_pass=False": Style(_BLUE, "dashed"),
+    "balnorm mass=position": Style(_SKY),
+    "balnorm stats_fraction=0.25": Style(_BLUE, "dotted"),
+    "balnorm output_scale=1.0": Style(_PINK),
+    "balnorm one_pass=False mass=position": Style(_SKY, "dashed"),
+    "balnorm one_pass=False output_scale=1.0": Style(_PINK, "dashed"),
+    "balnorm mass=position output_scale=1.0": Style(_WINE),
+    "balnorm one_pass=False mass=position output_scale=1.0": Style(_WINE, "dashed"),
+    "batchnorm": Style(_RED),
+    "batchnorm stats_fraction=0.25": Style(_RED, "dotted"),
+    "groupnorm": Style(_GREEN),
+    "layernorm": Style(_GREEN, "dashed"),
+    "instancenorm": Style(_GREEN, "dotted"),
+    "batchrenorm": Style(_RED, "dashed"),
+    "weightnorm": Style(_ORANGE),
+    "weightnorm-meanonly": Style(_ORANGE, "dashed"),
+    "lrn": Style(_GREY, "dashed"),
+    "weightstandardization": Style(_ORANGE, "dotted"),
+    "weightstandardization-scaled": Style(_FOREST),
+    "frn": Style(_FOREST, "dashed"),
+    "dynamictanh": Style(_FOREST, "dotted"),
+    "none": Style(_GREY),
+}
+"""How every figure draws a method. Others take what the methods of their study leave free."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +63,7 @@ class Curve:
     """A line with its band. Infinite values, which come from diverged runs, are ``None``."""
 
     norm: str
+    """The method: the norm and its options."""
     x: tuple[float, ...]
     median: tuple[float | None, ...]
     low: tuple[float | None, ...]
@@ -52,34 +93,34 @@ class Figure:
     percent: bool
     panels: tuple[Panel, ...]
     styles: dict[str, Style]
-    """How to draw each norm."""
+    """How to draw each method."""
 
 
-def styles_of(norms: Sequence[str]) -> dict[str, Style]:
-    """The style of each norm. Those with names of the user's own take colours that the others leave free."""
-    known = {norm: NORMS[norm].style for norm in norms if norm in NORMS}
-    every = {style: None for norm in NORMS.values() for style in (norm.style, Style(norm.style.colour))}
+def styles_of(methods: Sequence[str]) -> dict[str, Style]:
+    """The style of each method. Those without one of their own take colours that the others leave free."""
+    known = {method: STYLES[method] for method in methods if method in STYLES}
+    every = {each: None for style in STYLES.values() for each in (style, Style(style.colour))}
     used = {style.colour for style in known.values()}
     free = sorted(
         (style for style in every if style not in known.values()),
         key=lambda style: (style.colour in used, style.dash != "solid"),
     )
-    return known | dict(zip((norm for norm in norms if norm not in known), itertools.cycle(free), strict=False))
+    return known | dict(zip((each for each in methods if each not in known), itertools.cycle(free), strict=False))
 
 
 def figures(results: Results) -> list[Figure]:
     """The metrics by epoch, and the final value of the leading one against each number that varies.
 
-    A study that varies only the norm gets panels for all, the early and the last epochs; a study that varies something
-    else gets a panel for each value.
+    A study that varies only the norm and its options gets panels for all, the early and the last epochs; a study that
+    varies something else gets a panel for each value.
     """
-    drawn, styles = [], styles_of(results.norms)
+    drawn, styles = [], styles_of(results.methods)
     for metric, (key, quantity) in results.metrics.items():
         curves: dict[str, list[Curve]] = {}
         for setting, runs in results.by_setting.items():
             own = curves.setdefault(setting.variation, [])
             if found := values_by_epoch(runs, metric):
-                own.append(_curve(setting.norm, found))
+                own.append(_curve(setting.method, found))
         everything = [curve for own in curves.values() for curve in own]
         limits = _limits(everything, lower_is_better(metric))  # of all, to compare panels
         panels = [
@@ -151,27 +192,31 @@ def _limits(
 
 def _sweeps(results: Results) -> list[Figure]:
     """The final leading metric against each field with three or more numbers, with a panel for each of the others."""
-    drawn, metric, styles = [], results.metric, styles_of(results.norms)
-    for name, _ in next(iter(results.by_setting)).varied:
+    drawn, metric = [], results.metric
+    settings = {setting: runs[0].recipe for setting, runs in results.by_setting.items()}
+    for name in dict.fromkeys(name for setting in settings for name, _ in (*setting.varied, *setting.options)):
         numbers: set[float] = set()
-        points: dict[Any, dict[str, dict[float, Spread]]] = {}  # by the other fields, then by norm
-        for setting, runs in results.by_setting.items():  # which are sorted by all fields, so by this one too
-            x, others = dict(setting.varied)[name], tuple(pair for pair in setting.varied if pair[0] != name)
-            if isinstance(x, int | float) and not isinstance(x, bool):
+        points: dict[str, dict[str, dict[float, Spread]]] = {}  # by the other fields, then by method
+        for setting, recipe in settings.items():
+            x, others = recipe.fields.get(name), setting.without(name)
+            if isinstance(x, int | float) and not isinstance(x, bool) and name not in recipe.idle():
                 numbers.add(x)
-                own = points.setdefault(others, {}).setdefault(setting.norm, {})
-                if found := final_spread(runs, metric):
+                own = points.setdefault(others.variation, {}).setdefault(others.method, {})
+                if found := final_spread(results.by_setting[setting], metric):
                     own[x] = found
         if len(numbers) < 3:
             continue
         log = min(numbers) > 0 and max(numbers) / min(numbers) >= 10
         label, curves = name.replace("_", " "), {}
-        for others, by_norm in points.items():
-            if lines := tuple(_curve(norm, spreads) for norm, spreads in by_norm.items() if spreads):
-                curves[Setting("", others).variation or "final epoch"] = lines
+        for variation, by_method in points.items():
+            lines = {method: dict(sorted(spreads.items())) for method, spreads in by_method.items() if spreads}
+            if lines:
+                curves[variation or "final epoch"] = tuple(itertools.starmap(_curve, lines.items()))
         if curves:
             limits = _limits([curve for lines in curves.values() for curve in lines])
             panels = tuple(Panel(title, label, lines, None, limits, log) for title, lines in curves.items())
             key, quantity = f"by-{name.replace('_', '-')}", results.metrics[metric][1]
+            methods = (curve.norm for panel in curves.values() for curve in panel)
+            styles = styles_of(list(dict.fromkeys([*results.methods, *methods])))
             drawn.append(Figure(key, f"Final {quantity} by {label}", quantity, is_share(metric), panels, styles))
     return drawn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -15,7 +15,7 @@ from balnorm.bench.study.results import Result, settings_of, text_of
 from balnorm.bench.training.experiment import Config
 from balnorm.bench.training.run import Run, RunError, check_same, state_after
 
-__all__ = ["plan", "run_name"]
+__all__ = ["combinations", "plan", "run_name"]
 
 _MOST = 10_000  # runs of a study: each is a folder, which the display looks at and the report reads
 
@@ -30,8 +30,9 @@ def plan(
     """Every norm with every seed and every combination of the varied fields, each with its current state.
 
     Seeds count up from the recipe's own. All runs of one seed come before the next seed, so that a study that is
-    stopped early has compared something. A run that ``out`` already holds under another name, since other fields varied
-    when it was made, keeps it. Raises a RunError if ``out`` holds other runs under the same names.
+    stopped early has compared something. Combinations that differ only in what has no effect are one run. A run that
+    ``out`` already holds under another name, since other fields varied when it was made, keeps it. Raises a RunError if
+    ``out`` holds other runs under the same names.
     """
     vary, out = vary or {}, Path(out)
     if seeds < 1:
@@ -45,8 +46,7 @@ def plan(
             raise ValueError(f"{what} has a value twice: {', '.join(map(str, values))}")
     named = {}
     for seed in range(recipe.seed, recipe.seed + seeds):
-        for norm, *values in itertools.product(norms, *vary.values()):
-            changed = dict(zip(vary, values, strict=True))
+        for norm, changed in combinations(norms, vary):
             each = recipe.replaced(norm=norm, seed=seed, **changed)
             each.check()
             named[run_name(each, changed)] = each
@@ -69,6 +69,12 @@ def plan(
     return runs
 
 
+def combinations(norms: Sequence[str], vary: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every norm with every combination of the varied fields."""
+    for norm, *values in itertools.product(norms, *vary.values()):
+        yield norm, dict(zip(vary, values, strict=True))
+
+
 def _folders_by_recipe(parent: Path) -> dict[Config, list[Path]]:
     found: dict[Config, list[Path]] = {}
     for folder in parent.glob("*/"):
@@ -78,6 +84,7 @@ def _folders_by_recipe(parent: Path) -> dict[Config, list[Path]]:
 
 
 def run_name(recipe: Config, changed: Mapping[str, Any]) -> str:
-    """The name of a run's folder, such as ``batchnorm-lr=0.3-seed2``."""
-    varied = (f"{name}={text_of(value)}" for name, value in changed.items())
+    """The name of a run's folder, such as ``batchnorm-lr=0.3-seed2``, without what has no effect."""
+    idle = recipe.idle()
+    varied = (f"{name}={text_of(value)}" for name, value in changed.items() if name not in idle)
     return quote("-".join([recipe.norm, *varied, f"seed{recipe.seed}"]), safe="=+, ")  # a norm may have any name

@@ -68,15 +68,15 @@ def write_report(
     if not results.runs:
         because = f" ({results.problems[0]})" if results.problems else ""
         raise ValueError(f"there is no run in {', '.join(map(str, folders))}{because}")
-    if baseline not in (None, *NORMS, *results.norms):
+    if baseline not in (None, *NORMS, *results.methods):
         raise ValueError(
-            f"baseline must be one of {', '.join(dict.fromkeys([*results.norms, *NORMS]))}, got {baseline!r}"
+            f"baseline must be one of {', '.join(dict.fromkeys([*results.methods, *NORMS]))}, got {baseline!r}"
         )
     if any(not 0 < level < 1 for level in reach) and is_share(results.metric):
         raise ValueError(f"reach takes accuracies between 0 and 1, such as 0.9, got {', '.join(map(str, reach))}")
     if baseline is None:
-        own = "batchnorm" not in results.norms and not all(isinstance(run.recipe, Recipe) for run in results.runs)
-        baseline = results.norms[0] if own else "batchnorm"
+        own = "batchnorm" not in results.methods and not all(isinstance(run.recipe, Recipe) for run in results.runs)
+        baseline = results.methods[0] if own else "batchnorm"
     out, problems = Path(out), list(results.problems)
     compared = differences_to(results, baseline)
     tables = study_tables(results, sorted(reach) or levels(results), compared)
@@ -89,13 +89,14 @@ def write_report(
             problems.append(f"{figure.key} could not be drawn ({one_line(error)[:200]})")
         drawn.append((figure, files))
     summary = summarize(results, compared)
+    styles = styles_of(results.methods) | {method: it for figure, _ in drawn for method, it in figure.styles.items()}
     page = _render(
         title=title or "balnorm: " + ", ".join(sorted({run.recipe.name for run in results.runs})),
         summary=summary,
         figures=drawn,
         charts=[asdict(figure) for figure, _ in drawn],
         tables=tables,
-        styles=[{"norm": norm, **asdict(style)} for norm, style in styles_of(results.norms).items()],
+        styles=[{"norm": method, **asdict(style)} for method, style in styles.items()],
         metrics=[(name, label) for name, (_, label) in results.metrics.items()][:2],
         shown=shown,
         runs=[(run, _link(run.source, out)) for run in results.runs],
@@ -155,14 +156,9 @@ def summarize(results: Results, differences: Differences) -> list[str]:
     spreads = {setting: found for setting, runs in results.by_setting.items() if (found := final_spread(runs, metric))}
     ranked = sorted(spreads.items(), key=lambda pair: pair[1].median, reverse=not lower_is_better(metric))
     sentences = _ranking(results, ranked)
-    everything = "balnorm" not in results.norms
+    everything = "balnorm" not in results.methods
     compared, baseline = _compared(differences, everything), differences.baseline
-    if (
-        not compared
-        and not everything
-        and baseline != "balnorm"
-        and len({setting.norm for setting in results.by_setting} | {baseline, "balnorm"}) > 2
-    ):
+    if not compared and not everything and baseline != "balnorm" and len({*results.methods, baseline, "balnorm"}) > 2:
         compared = [
             f"No finished runs of balnorm and {baseline} agree in everything else, so none are compared seed by seed."
         ]
@@ -204,7 +200,7 @@ def _compared(differences: Differences, everything: bool) -> list[str]:
     """
     baseline, metric, sentences = differences.baseline, differences.metric, []
     everything = everything or baseline == "balnorm"
-    pairs = {setting: it for setting, it in differences.by_setting.items() if everything or setting.norm == "balnorm"}
+    pairs = {setting: it for setting, it in differences.by_setting.items() if everything or setting.method == "balnorm"}
     if len(pairs) > 2:
         ahead, behind = sum(found.low > 0 for found in pairs.values()), sum(found.high < 0 for found in pairs.values())
         if lower_is_better(metric):

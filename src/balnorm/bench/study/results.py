@@ -26,27 +26,48 @@ _OURS |= {"checkpoint.pt", "checkpoint.pt.previous", "checkpoint.pt.damaged"}
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs that differ only in their seeds have in common: the norm, and the fields that vary in a study."""
+    """What runs that differ only in their seeds have in common: the method, and the fields that vary in a study."""
 
     norm: str
     varied: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    """The norm's options that are not at their defaults."""
+
+    @property
+    def method(self) -> str:
+        """The norm and its options, such as ``balnorm mass=position``: a line in a figure."""
+        return f"{self.norm} {_pairs(self.options)}".strip()
 
     @property
     def variation(self) -> str:
-        """The varied fields, such as ``lr=0.1 width=8``."""
-        return " ".join(f"{name}={text_of(value)}" for name, value in self.varied)
+        """The varied fields, such as ``lr=0.1 width=8``: a panel of a figure."""
+        return _pairs(self.varied)
 
     @property
     def place(self) -> tuple[Any, ...]:
         """Where to list it: numbers by size, then other values by name, then norms in the order of their list.
 
-        Norms of the user's own follow by name.
+        Norms of the user's own follow by name. The fewer options a method has, the earlier it comes.
         """
-        values = [(0, v, "") if isinstance(v, int | float) else (1, 0, str(v)) for _, v in self.varied]
-        return (*values, [*NORMS, self.norm].index(self.norm), self.norm)
+        norm, names = [*NORMS, self.norm].index(self.norm), [*NORMS["balnorm"].options]
+        options = (len(self.options), [names.index(name) for name, _ in self.options], _sortable(self.options))
+        return (*_sortable(self.varied), norm, self.norm, *options)
+
+    def without(self, name: str) -> Setting:
+        """The setting but for a field or an option."""
+        varied, options = (tuple(p for p in pairs if p[0] != name) for pairs in (self.varied, self.options))
+        return Setting(self.norm, varied, options)
 
     def __str__(self) -> str:
-        return f"{self.norm} {self.variation}".strip()
+        return f"{self.method} {self.variation}".strip()
+
+
+def _pairs(values: tuple[tuple[str, Any], ...]) -> str:
+    return " ".join(f"{name}={text_of(value)}" for name, value in values)
+
+
+def _sortable(values: tuple[tuple[str, Any], ...]) -> list[tuple[int, float, str]]:
+    return [(0, v, "") if isinstance(v, int | float) else (1, 0, str(v)) for _, v in values]
 
 
 @dataclass(frozen=True)
@@ -144,8 +165,8 @@ class Results:
         return next(iter(self.metrics), "")
 
     @property
-    def norms(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(setting.norm for setting in self.by_setting))
+    def methods(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(setting.method for setting in self.by_setting))
 
     @property
     def commands(self) -> tuple[str, ...]:
@@ -180,18 +201,24 @@ class Results:
 def settings_of(recipes: Sequence[Config]) -> list[Setting]:
     """The setting of each recipe.
 
-    A field that follows from others, such as a learning rate chosen for each batch size, is left out.
+    A field that follows from others, such as a learning rate chosen for each batch size, is left out. Options of the
+    norm are part of the method.
     """
 
     def combinations(names: Sequence[str]) -> int:
         return len({repr([recipe.fields.get(name) for name in names]) for recipe in recipes})
 
     varying = varied_fields(recipes)
+    if all(isinstance(recipe, Recipe) for recipe in recipes):
+        varying = [name for name in varying if name not in NORMS["balnorm"].options]
     for name in reversed(list(varying)):
         others = [other for other in varying if other != name]
         if combinations(others) == combinations(varying):
             varying = others
-    return [Setting(recipe.norm, tuple((name, recipe.fields.get(name)) for name in varying)) for recipe in recipes]
+    return [
+        Setting(recipe.norm, tuple((name, recipe.fields.get(name)) for name in varying), recipe.variant)
+        for recipe in recipes
+    ]
 
 
 def text_of(value: Any) -> str:

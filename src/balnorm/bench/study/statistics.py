@@ -120,7 +120,7 @@ def levels(results: Results) -> list[float]:
 
 @dataclass(frozen=True)
 class Differences:
-    """How the settings of a study differ from the baseline norm with all else equal."""
+    """How the settings of a study differ from the baseline method with all else equal."""
 
     baseline: str
     metric: str
@@ -128,12 +128,12 @@ class Differences:
 
 
 def differences_to(results: Results, baseline: str) -> Differences:
-    """The difference in the final leading metric for every setting with a counterpart that has the baseline norm."""
+    """The difference in the final leading metric for every setting with a counterpart of the baseline method."""
     found, metric = {}, results.metric
+    base = {setting.varied: runs for setting, runs in results.by_setting.items() if setting.method == baseline}
     for setting, runs in results.by_setting.items():
-        others = results.by_setting.get(Setting(baseline, setting.varied), [])
-        ours, theirs = (final(each, metric) for each in (runs, others))
-        if setting.norm != baseline and (one := difference(ours, theirs, lower_is_better(metric))):
+        ours, theirs = (final(each, metric) for each in (runs, base.get(setting.varied, [])))
+        if setting.method != baseline and (one := difference(ours, theirs, lower_is_better(metric))):
             found[setting] = one
     return Differences(baseline, metric, found)
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from types import UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from balnorm.bench.data.sets import SETS
 from balnorm.bench.models import MODELS
-from balnorm.bench.norms import NORMS, get_norm
+from balnorm.bench.norms import NORMS
 
 __all__ = ["ModelName", "NormName", "Recipe", "SetName", "without_effect"]
 
@@ -40,6 +40,22 @@ class Recipe:
     norm: NormName = "balnorm"
     seed: int = 0
     """Determines the initial weights, the order of the data, augmentation and mixup."""
+
+    # Options of the norm, which balnorm has, and batchnorm one. docs/norms.md has them with their reasons.
+    one_pass: bool = True
+    """Take the signs of the weights before the shift, as in the paper's experiments, not after it."""
+    mass: Literal["channel", "position"] = "channel"
+    """Sum every input channel as a whole, or for each tap of the kernel the inputs that it meets."""
+    stats_fraction: float = 1.0
+    """Take the statistics from this leading fraction of the batch; batchnorm has this option too."""
+    output_scale: float | Literal["unit_variance"] = "unit_variance"
+    """A constant factor of every output; 1.0 is the literal reading of the paper."""
+    shift: bool | Literal["auto"] = "auto"
+    """Subtract the weighted mean from every output kernel; "auto" leaves it out in depthwise layers."""
+    centred: bool = False
+    """Take the mass of |x - mean| in place of |x|."""
+    equalise: bool = False
+    """Give every input channel the same say."""
 
     epochs: int = 30
     batch_size: int = 128
@@ -94,8 +110,25 @@ class Recipe:
         """All fields by name."""
         return vars(self)
 
+    @property
+    def norm_options(self) -> dict[str, Any]:
+        """The options that its norm has."""
+        return {name: getattr(self, name) for name in _options_of(self.norm)}
+
+    @property
+    def variant(self) -> tuple[tuple[str, Any], ...]:
+        """The norm's options that are not at their defaults."""
+        return tuple((name, value) for name, value in self.norm_options.items() if value != getattr(Recipe, name))
+
+    @property
+    def method(self) -> str:
+        """The norm and its variant, such as ``balnorm mass=position``."""
+        return " ".join([self.norm, *(f"{name}={value}" for name, value in self.variant)])
+
     def replaced(self, **changes: Any) -> Recipe:
-        return replace(self, **changes)
+        """The recipe with these changes. Fields without effect get their defaults: one run has one recipe."""
+        changed = replace(self, **changes)
+        return replace(changed, **{name: getattr(Recipe, name) for name in changed.idle()})
 
     def check(self) -> None:
         """Raise a ValueError that states what is allowed."""
@@ -128,8 +161,14 @@ class Recipe:
             raise ValueError("depth is for wide_resnet and must be 6 n + 2: 8, 14, 20, 26, ...")
         if self.label_smoothing and (self.mixup != "none" or self.loss != "cross_entropy"):
             raise ValueError("label_smoothing goes with cross_entropy and without mixup")
-        if self.sync_stats and get_norm(self.norm).sync is None:
+        if self.sync_stats and self.norm not in ("balnorm", "batchnorm"):
             raise ValueError(f"sync_stats is for balnorm and batchnorm, not for {self.norm}")
+        if self.sync_stats and self.norm == "batchnorm" and self.stats_fraction != 1.0:
+            raise ValueError("sync_stats for batchnorm is torch's SyncBatchNorm, which takes the whole batch")
+        if not 0.0 < self.stats_fraction <= 1.0:
+            raise ValueError(f"stats_fraction must be above 0 and at most 1, got {self.stats_fraction}")
+        if self.output_scale != "unit_variance" and not self.output_scale > 0:
+            raise ValueError(f"output_scale must be unit_variance or above 0, got {self.output_scale}")
 
     def idle(self) -> dict[str, str]:
         """The fields that have no effect in combination with the others, and why."""
@@ -141,7 +180,11 @@ class Recipe:
             ("image_size", not folder, "the images come from no folder"),
             ("workers", not folder, "the images come from no folder"),
         ]
-        return {name: reason for name, idle, reason in reasons if idle}
+        found = {name: reason for name, idle, reason in reasons if idle}
+        for name in NORMS["balnorm"].options:
+            if name not in _options_of(self.norm):
+                found[name] = f"it is an option of {' and '.join(n for n in NORMS if name in _options_of(n))}"
+        return found
 
     def model_options(self) -> dict[str, int]:
         """The network's options besides its name and norm."""
@@ -161,12 +204,18 @@ class Recipe:
             raise ValueError(f"a recipe has no {', '.join(unknown)}")
         if missing := [f.name for f in fields(Recipe) if f.default is MISSING and f.name not in values]:
             raise ValueError(f"the recipe lacks its {', '.join(missing)}")
+        if str(values.get("norm")).startswith(("balnorm-", "batchnorm-")):
+            raise ValueError(f"norm {values['norm']} of version 0.2 is now an option, such as mass=position of balnorm")
         for name, value in values.items():
             if not _is_a(value, kinds[name]):
                 raise ValueError(f"{name} cannot be {value!r}")
         recipe = Recipe(**{**values, "drops": tuple(values.get("drops", ()))})
         recipe.check()
         return recipe
+
+
+def _options_of(norm: str) -> tuple[str, ...]:
+    return NORMS[norm].options if norm in NORMS else ()
 
 
 def _is_a(value: object, kind: Any) -> bool:
@@ -176,7 +225,7 @@ def _is_a(value: object, kind: Any) -> bool:
         return isinstance(value, str) and value in kinds
     if get_origin(kind) is tuple:
         return isinstance(value, list | tuple) and all(_is_a(each, kinds[0]) for each in value)
-    if get_origin(kind) is UnionType:
+    if get_origin(kind) in (UnionType, Union):
         return any(_is_a(value, each) for each in kinds)
     if kind is float:
         return type(value) in (int, float)
@@ -184,10 +233,20 @@ def _is_a(value: object, kind: Any) -> bool:
 
 
 def without_effect(base: Recipe, recipes: Sequence[Recipe]) -> list[str]:
-    """A sentence for each field that differs from the base recipe but has no effect in any of the recipes."""
-    return [
-        f"{name} has no effect: {reason}"
-        for name, reason in recipes[0].idle().items()
-        if any(getattr(recipe, name) != getattr(base, name) for recipe in recipes)
-        and all(name in recipe.idle() for recipe in recipes)
-    ]
+    """A sentence for each field that differs from the base recipe but has no effect in any of the recipes.
+
+    Also one for each option that varies, but that some of the norms lack.
+    """
+    sentences = []
+    for name in {name: None for recipe in recipes for name in recipe.idle()}:
+        idle = [recipe for recipe in recipes if name in recipe.idle()]
+        if len(idle) == len(recipes) and any(getattr(each, name) != getattr(base, name) for each in recipes):
+            sentences.append(f"{name} has no effect: {idle[0].idle()[name]}")
+        elif (
+            name in NORMS["balnorm"].options
+            and len({getattr(each, name) for each in idle}) > 1
+            and len(idle) < len(recipes)
+        ):
+            norms = list(dict.fromkeys(each.norm for each in idle))
+            sentences.append(f"{' and '.join(norms)}: {name} has no effect, so its values share a run")
+    return sentences

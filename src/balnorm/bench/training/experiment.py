@@ -49,6 +49,15 @@ class Experiment:
         """Everything that defines the run, by name."""
         return dict(zip(_OWN, (self.name, self.metric, self.norm, self.seed), strict=True)) | dict(self.options)
 
+    @property
+    def variant(self) -> tuple[tuple[str, Any], ...]:
+        """Of a recipe, the options of the norm; to us, all options are alike."""
+        return ()
+
+    def idle(self) -> dict[str, str]:
+        """Of a recipe, the fields without effect; what has an effect here is not known."""
+        return {}
+
     def replaced(self, **changes: Any) -> Experiment:
         return Experiment.from_dict(self.fields | changes)
 

@@ -10,7 +10,6 @@ from balnorm.bench.data.folders import IMAGENET_STATISTICS, FolderLoader, ImageF
 from balnorm.bench.data.loaders import MemoryLoader
 from balnorm.bench.data.sets import SETS
 from balnorm.bench.data.sources import DataError, Images, ImageSpec, channel_statistics, load
-from balnorm.bench.norms import NORMS
 from balnorm.bench.training.config import Recipe
 from balnorm.bench.training.processes import Processes
 
@@ -58,7 +57,9 @@ def _loader(
     recipe: Recipe, team: Processes, spec: ImageSpec, data: Images | ImageFolder, batch_size: int, **options: Any
 ) -> Loader:
     options |= {"rank": team.rank, "world": team.world, "device": team.device}
-    options |= {"pixels": NORMS[recipe.norm].pixels, "statistics": spec.statistics}
+    # BalNorm's inputs are not negative, so its paper recommends pixels in [0, 1]. Others get the customary ones.
+    pixels = "unit" if recipe.norm == "balnorm" else "standardized"
+    options |= {"pixels": pixels, "statistics": spec.statistics}
     if isinstance(data, ImageFolder):
         return FolderLoader(data, batch_size, size=spec.size, workers=recipe.workers, **options)
     return MemoryLoader(data, batch_size, **options)

@@ -138,8 +138,8 @@ class Learner:
 def make_model(recipe: Recipe, team: Processes, images: ImageSpec) -> nn.Module:
     """The network, on its device, in channels_last."""
     options = {"in_channels": images.channels, **recipe.model_options()}
-    model = create_model(recipe.model, recipe.norm, len(images.classes), **options)
-    if recipe.sync_stats and get_norm(recipe.norm).sync == "torch":
+    model = create_model(recipe.model, get_norm(recipe.norm, **recipe.norm_options), len(images.classes), **options)
+    if recipe.sync_stats and recipe.norm == "batchnorm":
         if team.device.type == "cpu":
             raise ValueError("sync_stats for batchnorm is torch's SyncBatchNorm, which needs GPUs")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
