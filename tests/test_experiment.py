@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from balnorm.bench.cli import main
 from balnorm.bench.study.executors import Resources, execute
@@ -508,3 +509,27 @@ def test_the_volumes_of_the_example(tmp_path):
     assert whole[-1]["dice"] > 0.5
     with pytest.raises(FileNotFoundError, match="has 0 volumes, 130 are needed"):
         next(example["train"]("balnorm", 0, folders[0], tmp_path / "nowhere"))
+
+
+def test_the_study_of_fine_tuning(tmp_path):
+    """Each network starts from the same function, trains on, and resumes to the same numbers."""
+    for label in range(2):
+        (tmp_path / f"images/{label}").mkdir(parents=True)
+        for number_ in range(14):
+            pixels = torch.randint(0, 128, (32, 32, 3), generator=torch.Generator().manual_seed(number_))
+            Image.fromarray((pixels + 127 * label).byte().numpy()).save(tmp_path / f"images/{label}/{number_:02}.png")
+    example = runpy.run_path(str(ROOT / "examples/fine_tune_study.py"))
+    root, options = tmp_path / "images", {"size": 32, "batch_size": 4, "epochs": 2}
+    (images, _), (test, labels) = example["load"](root, 32)
+    assert (len(images), labels.tolist()) == (8, [0] * 10 + [1] * 10)
+    found = [example["prepare"](norm, images)(example["scaled"](test)) for norm in ("batchnorm", "folded", "balnorm")]
+    torch.testing.assert_close(found[1:], found[:1] * 2, atol=1e-3, rtol=1e-3)
+    for name in ("whole", "pilot"):
+        (tmp_path / name).mkdir()
+    stopped = example["train"]("balnorm", 0, tmp_path / "whole", root, **options)
+    first, second = next(stopped), next(stopped)  # it saves once the record is written
+    stopped.close()
+    assert list(example["train"]("balnorm", 0, tmp_path / "whole", root, **options)) == [second]
+    assert first["train_loss"] != second["train_loss"]
+    (record,) = example["train"]("batchnorm-frozen", 0, tmp_path / "pilot", root, **options | {"epochs": 1}, pilot=True)
+    assert record["accuracy"] in (0.0, 0.5, 1.0)  # of two of the training images
