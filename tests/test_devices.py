@@ -377,11 +377,13 @@ def test_norms(device, norm, options):
 
 # The deeper ones have more of the same blocks.
 @both
-@pytest.mark.parametrize("name", ["wide_resnet", "preact_resnet18", "preact_resnet50", "resnet18", "resnet50"])
+@pytest.mark.parametrize(
+    "name", ["wide_resnet", "cifar_resnet", "preact_resnet18", "preact_resnet50", "resnet18", "resnet50"]
+)
 def test_networks(device, name, monkeypatch):
     for depth in BLOCKS:
         monkeypatch.setitem(BLOCKS, depth, (1, 1, 1, 1))
-    model = on_meta(create_model, name, width=4, **({"depth": 8} if name == "wide_resnet" else {}))
+    model = on_meta(create_model, name, width=4, **({"depth": 8} if name in ("wide_resnet", "cifar_resnet") else {}))
     with gpu(device, model):
         for training in (True, False):
             forward_and_backward(model.train(training), empty(2, 3, 32, 32, device=device))

@@ -23,6 +23,8 @@ def test_parameter_counts_are_the_papers():
     assert parameters("preact_resnet152") == pytest.approx(58.1e6, rel=0.001)
     assert parameters("preact_resnet152", "balnorm") == pytest.approx(58.1e6, rel=0.001)
     assert parameters("resnet50", num_classes=1000) == 25_557_032
+    assert parameters("cifar_resnet") == 269_722  # "0.27M", as counted by others who follow option A
+    assert parameters("cifar_resnet", depth=110) == 1_727_962  # "1.7M"
 
 
 @pytest.mark.parametrize("depth", [18, 34, 50, 101, 152])
@@ -48,7 +50,7 @@ def test_the_wide_resnet_has_20_layers():
 @pytest.mark.parametrize("norm", ["balnorm", "batchnorm"])
 def test_shapes_and_mix_points(name, norm):
     size = 64 if name.startswith("resnet") else 16
-    options = {"depth": 14} if name == "wide_resnet" else {}
+    options = {"depth": 14} if name in ("wide_resnet", "cifar_resnet") else {}
     model = create_model(name, norm, num_classes=7, width=4, in_channels=1, **options)
     sizes = {}
     for point in model.mix_points[1:]:
@@ -64,7 +66,7 @@ def test_shapes_and_mix_points(name, norm):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", ["preact_resnet18", "preact_resnet50", "resnet18", "resnet50"])
+@pytest.mark.parametrize("name", ["cifar_resnet", "preact_resnet18", "preact_resnet50", "resnet18", "resnet50"])
 def test_every_norm_fits_every_network(name, norm):
     model = create_model(name, norm, width=8)
     loss = model(torch.rand(2, 3, 64 if name.startswith("resnet") else 32, 64)).square().mean()
@@ -105,7 +107,7 @@ def test_mistakes_say_what_is_allowed():
         create_model("vgg")
     with pytest.raises(ValueError, match="resnet18 has no option 'depth'; it has width, in_channels"):
         create_model("resnet18", depth=20)
-    with pytest.raises(ValueError, match=r"the depth of a wide ResNet is 6 n \+ 2: 8, 14, 20, 26, ..., got 21"):
+    with pytest.raises(ValueError, match=r"the depth of such a ResNet is 6 n \+ 2: 8, 14, 20, 26, ..., got 21"):
         create_model("wide_resnet", depth=21)
     with pytest.raises(ValueError, match=r"8, 14, 20, 26, ..., got 2"):
         create_model("wide_resnet", depth=2)

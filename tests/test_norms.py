@@ -212,7 +212,9 @@ def test_the_thresholded_linear_unit_learns_its_threshold():
     assert unit.threshold.grad.tolist() == [(x[:, 0] < -0.5).sum(), (x[:, 1] < 0.75).sum()]
 
 
-@pytest.mark.parametrize("name", ["wide_resnet", "preact_resnet18", "preact_resnet50", "resnet18", "resnet50"])
+@pytest.mark.parametrize(
+    "name", ["wide_resnet", "cifar_resnet", "preact_resnet18", "preact_resnet50", "resnet18", "resnet50"]
+)
 def test_networks_take_the_activation_of_their_norm(name):
     """Filter response normalisation comes with its own; every ReLU of the network becomes one."""
     model, plain = (create_model(name, norm, width=8) for norm in ("frn", "batchnorm"))

@@ -16,31 +16,38 @@ from balnorm.bench.norms import Normalization, get_norm
 if TYPE_CHECKING:
     from torch import nn
 
+    from balnorm.bench.models.cifar_resnet import CifarResNet
     from balnorm.bench.models.preact_resnet import PreActResNet
     from balnorm.bench.models.resnet import ResNet
     from balnorm.bench.models.wide_resnet import WideResNet
 
-__all__ = ["BLOCKS", "MODELS", "PreActResNet", "ResNet", "WideResNet", "create_model"]
+__all__ = ["BLOCKS", "MODELS", "CifarResNet", "PreActResNet", "ResNet", "WideResNet", "create_model"]
 
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 """Blocks in each stage of a ResNet, by depth. From depth 50 on they are bottlenecks."""
 
 MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "wide_resnet": ("WideResNet", {}),
+    "cifar_resnet": ("CifarResNet", {}),
     **{f"preact_resnet{depth}": ("PreActResNet", {"depth": depth}) for depth in BLOCKS},
     **{f"resnet{depth}": ("ResNet", {"depth": depth}) for depth in BLOCKS},
 }
 """Every network by name: its class, and the arguments that the name fixes."""
 
-_HOMES = {"WideResNet": "wide_resnet", "PreActResNet": "preact_resnet", "ResNet": "resnet"}
+_HOMES = {
+    "WideResNet": "wide_resnet",
+    "CifarResNet": "cifar_resnet",
+    "PreActResNet": "preact_resnet",
+    "ResNet": "resnet",
+}
 
 
 def create_model(name: str, norm: str | Normalization = "balnorm", num_classes: int = 10, **options: Any) -> nn.Module:
     """Create a network by name.
 
     Args:
-        name: ``wide_resnet`` (options ``depth=20``, ``width=96``), ``preact_resnet18`` to ``preact_resnet152`` for
-            small images, ``resnet18`` to ``resnet152`` for large ones.
+        name: ``wide_resnet`` (options ``depth=20``, ``width=96``), ``cifar_resnet`` (``depth=20``, ``width=16``) and
+            ``preact_resnet18`` to ``preact_resnet152`` for small images, ``resnet18`` to ``resnet152`` for large ones.
         norm: a name from :data:`balnorm.bench.norms.NORMS`, or a :class:`~balnorm.bench.norms.Normalization`.
         num_classes: the number of outputs.
         **options: the network's own options, e.g. ``width`` and ``in_channels``.

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from balnorm.bench.models import BLOCKS
 from balnorm.bench.models._stages import make_stages
 from balnorm.bench.norms import Normalization
 
@@ -35,7 +36,7 @@ class PreActResNet(nn.Module):
         super().__init__()
         block = Block if depth < 50 else Bottleneck
         self.conv1 = norm.conv(in_channels, width, 3, padding=1)
-        (self.layer1, self.layer2, self.layer3, self.layer4), inputs = make_stages(norm, block, depth, width)
+        (self.layer1, self.layer2, self.layer3, self.layer4), inputs = make_stages(norm, block, BLOCKS[depth], width)
         self.fc = nn.Linear(inputs, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:

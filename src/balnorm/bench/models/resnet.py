@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from balnorm.bench.models import BLOCKS
 from balnorm.bench.models._stages import make_stages
 from balnorm.bench.norms import Normalization
 
@@ -38,7 +39,7 @@ class ResNet(nn.Module):
         block = BasicBlock if depth < 50 else Bottleneck
         self.conv1, self.bn1 = norm.conv(in_channels, width, 7, stride=2, padding=3), norm.norm(width)
         self.act1 = norm.activation(width, inplace=True)
-        (self.layer1, self.layer2, self.layer3, self.layer4), inputs = make_stages(norm, block, depth, width)
+        (self.layer1, self.layer2, self.layer3, self.layer4), inputs = make_stages(norm, block, BLOCKS[depth], width)
         self.fc = nn.Linear(inputs, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +58,11 @@ class BasicBlock(nn.Module):
         self.conv1, self.bn1 = norm.conv(inputs, planes, 3, stride=stride, padding=1), norm.norm(planes)
         self.conv2, self.bn2 = norm.conv(planes, planes, 3, padding=1), norm.norm(planes)
         self.act1, self.act2 = norm.activation(planes, inplace=True), norm.activation(planes, inplace=True)
-        self.downsample = _projection(norm, inputs, planes * self.expansion, stride)
+        self.downsample = self.shortcut(norm, inputs, planes * self.expansion, stride)
+
+    @staticmethod
+    def shortcut(norm: Normalization, inputs: int, outputs: int, stride: int) -> nn.Module | None:
+        return _projection(norm, inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from balnorm.bench.models._stages import make_stages, three_stages
 from balnorm.bench.norms import Normalization
 
 __all__ = ["WideResNet"]
@@ -31,28 +32,20 @@ class WideResNet(nn.Module):
         self, norm: Normalization, num_classes: int = 10, *, depth: int = 20, width: int = 96, in_channels: int = 3
     ) -> None:
         super().__init__()
-        blocks, rest = divmod(depth - 2, 6)
-        if rest or blocks < 1:
-            raise ValueError(f"the depth of a wide ResNet is 6 n + 2: 8, 14, 20, 26, ..., got {depth}")
         self.stem = norm.conv(in_channels, width, 3, padding=1)
-        self.stage1 = _stage(norm, width, width, blocks, stride=1)
-        self.stage2 = _stage(norm, width, 2 * width, blocks, stride=2)
-        self.stage3 = _stage(norm, 2 * width, 4 * width, blocks, stride=2)
-        self.norm, self.activation = norm.norm(4 * width), norm.activation(4 * width)
-        self.head = nn.Linear(4 * width, num_classes)
+        (self.stage1, self.stage2, self.stage3), outputs = make_stages(norm, Block, three_stages(depth), width)
+        self.norm, self.activation = norm.norm(outputs), norm.activation(outputs)
+        self.head = nn.Linear(outputs, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stage3(self.stage2(self.stage1(self.stem(x))))
         return self.head(self.activation(self.norm(x)).mean((2, 3)))
 
 
-def _stage(norm: Normalization, inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential:
-    first = Block(norm, inputs, outputs, stride)
-    return nn.Sequential(first, *(Block(norm, outputs, outputs, 1) for _ in range(blocks - 1)))
-
-
 class Block(nn.Module):
     """norm-activation-conv, twice; where the shape changes, a 1x1 convolution of the activated input is added."""
+
+    expansion: ClassVar = 1
 
     def __init__(self, norm: Normalization, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

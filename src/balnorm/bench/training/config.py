@@ -75,7 +75,7 @@ class Recipe:
     width: int | None = None
     """Channels of the network's first stage; None uses the network's default."""
     depth: int | None = None
-    """The depth of a wide ResNet, 6 n + 2; None means 20."""
+    """The depth of a wide or CIFAR ResNet, 6 n + 2; None means 20."""
 
     padding: int = 4
     """Shift training images by up to this many pixels; images from folders are cropped at random instead."""
@@ -157,8 +157,9 @@ class Recipe:
             raise ValueError(f"drops must be ascending epochs below {self.epochs}, got {self.drops}")
         if bool(self.drops) != (self.schedule == "multistep"):
             raise ValueError("drops belong to the multistep schedule, which needs them")
-        if self.depth is not None and (self.model != "wide_resnet" or self.depth < 8 or (self.depth - 2) % 6):
-            raise ValueError("depth is for wide_resnet and must be 6 n + 2: 8, 14, 20, 26, ...")
+        deep = self.model in ("wide_resnet", "cifar_resnet")
+        if self.depth is not None and (not deep or self.depth < 8 or (self.depth - 2) % 6):
+            raise ValueError("depth is for wide_resnet and cifar_resnet, and must be 6 n + 2: 8, 14, 20, 26, ...")
         if self.label_smoothing and (self.mixup != "none" or self.loss != "cross_entropy"):
             raise ValueError("label_smoothing goes with cross_entropy and without mixup")
         if self.sync_stats and self.norm not in ("balnorm", "batchnorm"):
