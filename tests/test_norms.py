@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balnorm import BalNormConv2d
+from balnorm import BalNormConv2d, ChannelCentre, fold
 from balnorm.bench.models import create_model
 from balnorm.bench.norms import (
     NORMS,
@@ -18,7 +18,6 @@ from balnorm.bench.norms import (
     DynamicTanh2d,
     FilterResponseNorm2d,
     LeadingBatchNorm2d,
-    MeanOnlyBatchNorm2d,
     ThresholdedLinear,
     get_norm,
     set_progress,
@@ -82,9 +81,12 @@ def test_options_of_norms():
     assert all(norm.source for norm in NORMS.values())
     options = {"one_pass": False, "mass": "position", "stats_fraction": 0.25, "output_scale": 2.0}
     options |= {"shift": False, "centred": True, "equalise": True}
+    options |= {"centre_stream": False}
     assert NORMS["balnorm"].options == tuple(options)
     layer = get_norm("balnorm", **options).conv(3, 4, 3)
-    assert {name: getattr(layer.options, name) for name in options} == options
+    assert {
+        name: getattr(layer.options, name) for name in options if name != "centre_stream"
+    }.items() <= options.items()
     assert get_norm("balnorm", **options).norm(4)(torch.ones(1, 4, 1, 1)).shape == (1, 4, 1, 1)
     assert get_norm("batchnorm", stats_fraction=0.5).norm(4).stats_fraction == 0.5
     assert type(get_norm("batchnorm", stats_fraction=1.0).norm(4)) is nn.BatchNorm2d
@@ -239,16 +241,27 @@ def test_dynamic_tanh_is_the_papers():
     assert torch.allclose(norm(x), expected)
 
 
-def test_mean_only_batch_norm_is_the_additive_half():
-    norm = MeanOnlyBatchNorm2d(3, momentum=0.5)
-    norm.num_batches_tracked.fill_(10)
-    nn.init.normal_(norm.bias)
-    x = torch.rand(4, 3, 5, 5)
-    centred = x - x.mean((0, 2, 3), keepdim=True)
-    assert torch.allclose(norm(x), centred + norm.bias.view(1, 3, 1, 1), atol=1e-6)
-    assert torch.allclose(norm.running_mean, 0.5 * x.mean((0, 2, 3)))
-    norm.eval()
-    assert torch.allclose(norm(x), x + (norm.bias - norm.running_mean).view(1, 3, 1, 1))
+def test_a_centred_stream_stands_where_batch_norm_does():
+    model, plain = (
+        create_model("wide_resnet", get_norm(norm, **options), depth=8, width=8)
+        for norm, options in (("balnorm", {"centre_stream": True}), ("batchnorm", {}))
+    )
+    centres, norms = (
+        [name for name, module in each.named_modules() if isinstance(module, kind)]
+        for each, kind in ((model, ChannelCentre), (plain, nn.BatchNorm2d))
+    )
+    assert centres == norms
+    assert all(module.bias is None for module in model.modules() if isinstance(module, BalNormConv2d))
+    assert type(get_norm("balnorm", centre_stream=False).norm(4)) is nn.Identity
+    x, layer = torch.rand(8, 3, 16, 16), get_norm("weightnorm-meanonly").norm(3)
+    assert layer(x).mean((0, 2, 3)).abs().max() < 1e-6
+    model(x).sum().backward()
+    folded = fold(model.eval())
+    torch.testing.assert_close(folded(x), model(x), rtol=1e-4, atol=1e-4)
+    convolutions = [module for module in folded.modules() if isinstance(module, nn.Conv2d)]
+    streams = ["stage1.0.norm1", "stage2.0.norm1", "stage3.0.norm1", "norm"]  # sums have no convolution to merge with
+    assert [name for name in centres if type(folded.get_submodule(name)) is nn.Conv2d] == streams
+    assert len(convolutions) == len(list(filter(lambda m: isinstance(m, BalNormConv2d), model.modules()))) + 4
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -318,19 +331,17 @@ def test_renormalisation_without_freedom_is_batch_norm():
 
 
 def test_statistics_stay_in_float32():
-    for norm in (BatchRenorm2d(3), MeanOnlyBatchNorm2d(3)):
-        x = torch.full((4, 3, 32, 32), 300.0, dtype=torch.bfloat16)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = norm(x)
-        assert norm.running_mean.dtype == torch.float32
-        assert y.isfinite().all()
-        assert torch.allclose(norm.running_mean, torch.full((3,), 300.0))
+    norm, x = BatchRenorm2d(3), torch.full((4, 3, 32, 32), 300.0, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = norm(x)
+    assert norm.running_mean.dtype == torch.float32
+    assert y.isfinite().all()
+    assert torch.allclose(norm.running_mean, torch.full((3,), 300.0))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.cpu.amp.autocast")  # which the checkpoints of torch 2.4 use themselves
-@pytest.mark.parametrize("kind", [BatchRenorm2d, MeanOnlyBatchNorm2d])
-def test_running_statistics_cannot_be_ruined(kind):
-    norm = kind(3)
+def test_running_statistics_cannot_be_ruined():
+    norm = BatchRenorm2d(3)
     good = torch.rand(4, 3, 8, 8)
     norm(good)
     before = {name: value.clone() for name, value in norm.named_buffers()}
@@ -352,7 +363,7 @@ def test_norms_in_other_precisions(name, dtype):
     assert out.dtype == dtype
     assert out.isfinite().all()
     assert model.eval()(torch.rand(4, 3, 8, 8, dtype=dtype)).dtype == dtype
-    renorms = [module for module in model.modules() if isinstance(module, BatchRenorm2d | MeanOnlyBatchNorm2d)]
+    renorms = [module for module in model.modules() if isinstance(module, BatchRenorm2d)]
     assert all(module.running_mean.dtype in (torch.float32, torch.float64) for module in renorms)
 
 

@@ -153,6 +153,7 @@ def test_schedules():
         ({"momentum": 1.0}, "momentum must be from 0 to below 1, got 1.0"),
         ({"schedule": "multistep"}, "drops belong to the multistep schedule"),
         ({"schedule": "multistep", "drops": (5, 20)}, r"drops must be ascending epochs below 2, got \(5, 20\)"),
+        ({"model": "cifar_resnet", "centre_stream": True}, "centre_stream is for pre-activation networks"),
         ({"depth": 9}, "depth is for wide_resnet and cifar_resnet, and must be 6 n"),
         ({"ema": 1.5}, "ema must be between 0 and 1"),
         ({"lr": float("inf")}, "lr must be finite, got inf"),

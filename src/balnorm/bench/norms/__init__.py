@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         DynamicTanh2d,
         FilterResponseNorm2d,
         LeadingBatchNorm2d,
-        MeanOnlyBatchNorm2d,
         ThresholdedLinear,
         set_progress,
     )
@@ -40,7 +39,6 @@ __all__ = [
     "DynamicTanh2d",
     "FilterResponseNorm2d",
     "LeadingBatchNorm2d",
-    "MeanOnlyBatchNorm2d",
     "Normalization",
     "ThresholdedLinear",
     "get_norm",
@@ -86,7 +84,8 @@ class Normalization:
 def get_norm(norm: str | Normalization, **options: Any) -> Normalization:
     """A normalisation by name, or the one given, with options of its layers.
 
-    The options of ``balnorm`` are keyword arguments of :class:`balnorm.BalNormConv2d`; ``batchnorm`` has
+    The options of ``balnorm`` are keyword arguments of :class:`balnorm.BalNormConv2d`, and ``centre_stream``, which
+    puts a :class:`balnorm.ChannelCentre` where BatchNorm stood: for pre-activation networks. ``batchnorm`` has
     ``stats_fraction``.
     """
     if isinstance(norm, str) and norm not in NORMS:
@@ -97,6 +96,9 @@ def get_norm(norm: str | Normalization, **options: Any) -> Normalization:
             raise ValueError(f"{norm} has no option {name!r}; it has {', '.join(found.options) or 'none'}")
     if not options:
         return found
+    if options.pop("centre_stream", False):
+        # A channel's mean is subtracted from every sum that its bias would be part of.
+        return replace(found, conv=functools.partial(found.conv, bias=False, **options), norm=_layer("ChannelCentre"))
     if found.norm is _identity:  # it normalises weights
         return replace(found, conv=functools.partial(found.conv, **options))
     return replace(found, norm=functools.partial(found.norm, **options))
@@ -109,7 +111,7 @@ NORMS: dict[str, Normalization] = {
         _layer("BalNormConv2d"),
         _identity,
         "Defazio and Bottou 2018, Controlling Covariate Shift using Balanced Normalization of Weights",
-        options=("one_pass", "mass", "stats_fraction", "output_scale", "shift", "centred", "equalise"),
+        options=("one_pass", "mass", "stats_fraction", "output_scale", "shift", "centred", "equalise", "centre_stream"),
     ),
     "batchnorm": Normalization(
         _plain,
@@ -137,7 +139,7 @@ NORMS: dict[str, Normalization] = {
     ),
     "weightnorm-meanonly": Normalization(
         _layer("weight_normalized", bias=False),
-        _layer("MeanOnlyBatchNorm2d"),
+        _layer("ChannelCentre"),
         "Salimans and Kingma 2016, Weight Normalization, section 3 and the CIFAR-10 experiments",
     ),
     "lrn": Normalization(

@@ -14,15 +14,16 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from balnorm._core.method import leading_samples
 from balnorm._core.torch_private import recomputing
+from balnorm.channels import ChannelCentre
 from balnorm.layers import BalNormConv2d
 
 __all__ = [
     "BalNormConv2d",
     "BatchRenorm2d",
+    "ChannelCentre",
     "DynamicTanh2d",
     "FilterResponseNorm2d",
     "LeadingBatchNorm2d",
-    "MeanOnlyBatchNorm2d",
     "ThresholdedLinear",
     "batch_norm",
     "conv",
@@ -146,38 +147,6 @@ def local_response_norm(_: int) -> nn.Module:
     return nn.LocalResponseNorm(size=5, alpha=5 * 1e-4, beta=0.75, k=2.0)
 
 
-class _RunningNorm(nn.Module):
-    """The base of MeanOnlyBatchNorm2d and BatchRenorm2d: running statistics in at least float32 that nothing can ruin.
-
-    A batch that is empty or not finite changes nothing, nor does a forward pass that activation checkpointing repeats.
-    The first batch is copied and the next are averaged, until that becomes the moving average of ``momentum``: in a
-    run of a few hundred steps a plain moving average would keep its initial values for most of it.
-    """
-
-    momentum: float
-    num_batches_tracked: Tensor
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        before = dict(self.named_buffers(recurse=False))
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, old in before.items():
-            new = getattr(self, name)
-            if new.is_floating_point() and torch.finfo(new.dtype).bits < 32:
-                setattr(self, name, old.to(new.device))
-        return self
-
-    def _track(self, *updates: tuple[Tensor, Tensor]) -> None:
-        """Add the statistics of a batch to the running ones, without waiting for the device."""
-        if recomputing():
-            return
-        finite = torch.stack([values.isfinite().all() for _, values in updates]).all()
-        self.num_batches_tracked.add_(finite)
-        rate = self.num_batches_tracked.clamp(min=1).to(torch.float32).reciprocal().clamp(min=self.momentum)
-        for running, values in updates:
-            moved = torch.lerp(running, values.to(running.dtype), rate.to(running.dtype))
-            running.copy_(torch.where(finite, moved, running))
-
-
 class LeadingBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm with the statistics of a leading fraction of the batch (at least one image), for all of it.
 
@@ -225,39 +194,7 @@ class LeadingBatchNorm2d(nn.BatchNorm2d):
         return f"{self.num_features}, stats_fraction={self.stats_fraction}"
 
 
-class MeanOnlyBatchNorm2d(_RunningNorm):
-    """Subtract each channel's mean over the batch and add a learned shift: the additive half of BatchNorm.
-
-    In eval mode the mean is the running one, which moves by ``max(momentum, 1 / num_batches_tracked)`` at each batch.
-
-    Example:
-        >>> y = MeanOnlyBatchNorm2d(3)(torch.rand(8, 3, 4, 4))
-        >>> bool(y.mean((0, 2, 3)).abs().max() < 1e-6)
-        True
-    """
-
-    running_mean: Tensor
-
-    def __init__(self, num_features: int, momentum: float = 0.1) -> None:
-        super().__init__()
-        self.num_features, self.momentum = num_features, momentum
-        self.bias = nn.Parameter(torch.zeros(num_features))
-        self.register_buffer("running_mean", torch.zeros(num_features))
-        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long))
-
-    def forward(self, input: Tensor) -> Tensor:
-        mean = self.running_mean.clone()
-        if self.training and input.numel():
-            mean = input.mean((0, 2, 3), dtype=torch.promote_types(input.dtype, torch.float32))
-            with torch.no_grad():
-                self._track((self.running_mean, mean))
-        return input + (self.bias - mean).view(1, -1, 1, 1).to(input.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_features}, momentum={self.momentum}"
-
-
-class BatchRenorm2d(_RunningNorm):
+class BatchRenorm2d(nn.Module):
     r"""Batch renormalisation: normalise by the batch, then correct towards the running statistics, within limits.
 
     .. math::
@@ -275,6 +212,7 @@ class BatchRenorm2d(_RunningNorm):
 
     running_mean: Tensor
     running_std: Tensor
+    num_batches_tracked: Tensor
     progress: Tensor
 
     def __init__(self, num_features: int, eps: float = 1e-3, momentum: float = 0.01) -> None:
@@ -314,6 +252,26 @@ class BatchRenorm2d(_RunningNorm):
         # (x - mu_B) / sigma_B is torch's own batch norm, with all of its gradient; r and d join its scale and shift.
         scale, shift = (values.to(self.weight.dtype) for values in (self.weight * r, self.weight * d + self.bias))
         return F.batch_norm(input, None, None, scale, shift, training=True, eps=self.eps)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = getattr(self, name)
+            if new.is_floating_point() and torch.finfo(new.dtype).bits < 32:
+                setattr(self, name, old.to(new.device))
+        return self
+
+    def _track(self, *updates: tuple[Tensor, Tensor]) -> None:
+        """Add the statistics of a batch to the running ones, without waiting for the device."""
+        if recomputing():
+            return
+        finite = torch.stack([values.isfinite().all() for _, values in updates]).all()
+        self.num_batches_tracked.add_(finite)
+        rate = self.num_batches_tracked.clamp(min=1).to(torch.float32).reciprocal().clamp(min=self.momentum)
+        for running, values in updates:
+            moved = torch.lerp(running, values.to(running.dtype), rate.to(running.dtype))
+            running.copy_(torch.where(finite, moved, running))
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}"

@@ -56,6 +56,8 @@ class Recipe:
     """Take the mass of |x - mean| in place of |x|."""
     equalise: bool = False
     """Give every input channel the same say."""
+    centre_stream: bool = False
+    """In pre-activation networks, subtract each channel's mean where BatchNorm would stand."""
 
     epochs: int = 30
     batch_size: int = 128
@@ -160,6 +162,10 @@ class Recipe:
         deep = self.model in ("wide_resnet", "cifar_resnet")
         if self.depth is not None and (not deep or self.depth < 8 or (self.depth - 2) % 6):
             raise ValueError("depth is for wide_resnet and cifar_resnet, and must be 6 n + 2: 8, 14, 20, 26, ...")
+        if self.centre_stream and not self.model.startswith(("wide_resnet", "preact_resnet")):
+            raise ValueError(
+                f"centre_stream is for pre-activation networks (wide_resnet and preact_resnet), not for {self.model}"
+            )
         if self.label_smoothing and (self.mixup != "none" or self.loss != "cross_entropy"):
             raise ValueError("label_smoothing goes with cross_entropy and without mixup")
         if self.sync_stats and self.norm not in ("balnorm", "batchnorm"):

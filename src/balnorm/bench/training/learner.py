@@ -21,6 +21,7 @@ from balnorm.bench.training.config import Recipe
 from balnorm.bench.training.images import make_loaders
 from balnorm.bench.training.processes import Processes
 from balnorm.bench.training.schedules import Rates, rates
+from balnorm.channels import ChannelCentre
 from balnorm.layers import BalNormLayer
 from balnorm.surgery import param_groups, update_stats
 
@@ -94,8 +95,8 @@ class Learner:
         """Loss and accuracy on the test set. Each image counts once, however many processes there are."""
         model = self.model
         if self.averaged is not None:
-            # An average of the statistics on the way does not fit averaged weights. Batch renormalisation and mean-only
-            # BatchNorm, which neither function knows, keep it nevertheless.
+            # An average of the statistics on the way does not fit averaged weights. Neither function knows batch
+            # renormalisation, which keeps it nevertheless.
             model = self.averaged
             batches = [images for images, _ in itertools.islice(self.train_loader.epoch(), _RENEWAL)]
             update_bn(batches, model)
@@ -144,7 +145,7 @@ def make_model(recipe: Recipe, team: Processes, images: ImageSpec) -> nn.Module:
             raise ValueError("sync_stats for batchnorm is torch's SyncBatchNorm, which needs GPUs")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     for module in model.modules():
-        if isinstance(module, BalNormLayer):
+        if isinstance(module, BalNormLayer | ChannelCentre):
             module.sync_stats = recipe.sync_stats
     return model.to(team.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
