@@ -171,9 +171,16 @@ def test_the_package_is_typed():
     assert (PACKAGE / "py.typed").exists()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/models.md", "docs/norms.md"])
-def test_python_in_the_documents_runs(document):
+RUNNING = [
+    "README.md",
+    *(f"docs/{name}.md" for name in ("models", "norms", "not-learning", "saving", "several-processes")),
+]
+
+
+@pytest.mark.parametrize("document", RUNNING)
+def test_python_in_the_documents_runs(document, tmp_path, monkeypatch):
     """Block after block, in one program."""
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
     assert blocks
     program = {}
@@ -272,13 +279,8 @@ def test_examples_answer_a_mistake_without_a_traceback(tmp_path, arguments, answ
         "README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
-        "docs/method.md",
-        "docs/models.md",
-        "docs/norms.md",
-        "docs/reproduce.md",
-        "docs/studies.md",
-        "docs/training.md",
         "benchmarks/README.md",
+        *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/*.md"))),
         *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/results/**/README.md"))),
     ],
 )
