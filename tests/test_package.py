@@ -21,6 +21,7 @@ LIBRARY = [
     "functional",
     "init",
     "_checks",
+    "activations",
     "channels",
     "layers",
     "text_table",
@@ -32,12 +33,13 @@ SHARED = {
     "bench/norms/_layers.py": {"balnorm._core.method", "balnorm._core.torch_private"}
 }  # what BalNorm computes too
 ROOMS = {  # the order inside a folder, where it is kept
-    "_core": ["torch_private", "options", "geometry", "method", "matrix", "backends", "function", "__init__"],
+    "_core": ["torch_private", "options", "geometry", "method", "matrix", "lean", "backends", "function", "__init__"],
     "_core/backends": ["torch", "cpu", "__init__"],
     "surgery": [
         "_model",
         "_flow",
         "_decisions",
+        "_lean",
         "_statistics",
         "_exact",
         "_convert",

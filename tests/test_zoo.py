@@ -152,7 +152,7 @@ def test_a_norm_with_an_activation_becomes_both():
     model, report = convert(model, example_input=x)
     assert report.affine == ["1"]
     assert type(model[1].affine) is ChannelAffine
-    assert type(model[1].act) is torch.nn.SiLU
+    assert isinstance(model[1].act, torch.nn.SiLU)
     torch.testing.assert_close(model(x).detach(), expected)
 
 

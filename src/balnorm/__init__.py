@@ -62,8 +62,8 @@ __version__ = "0.3.0"
 
 def __getattr__(name: str) -> Any:
     """Import torch when the first of these names is used, and not before: the command line answers faster."""
-    if name == "functional":
-        return importlib.import_module("balnorm.functional")
+    if name in ("activations", "functional"):
+        return importlib.import_module(f"balnorm.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'balnorm' has no attribute {name!r}")
     from balnorm import channels, diagnostics, functional, layers, surgery

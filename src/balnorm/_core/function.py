@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from balnorm._core import backends, method
 from balnorm._core.backends import Call, Running
 from balnorm._core.geometry import Geometry, channels_of
+from balnorm._core.lean import saved_input, to_save
 from balnorm._core.matrix import WeightMatrix
 from balnorm._core.method import Processes, Statistics, leading_samples, saturate, shifted
 from balnorm._core.options import Options
@@ -190,7 +191,7 @@ class _BalancedConv(torch.autograd.Function):
         ctx.call, ctx.backend, ctx.bias_dtype = call, backend, None if bias is None else bias.dtype
         ctx.channels_last = matrix.channels_last
         mean, mass = given[:2] if given is not None else (None, None)
-        ctx.save_for_backward(x, weight, gain, found.scale, mean, mass, *found.saved)
+        ctx.save_for_backward(to_save(ctx, x), weight, gain, found.scale, mean, mass, *found.saved)
         holder += (found.statistics, backend if found.undo is None else None)
         return y
 
@@ -206,6 +207,7 @@ class _BalancedConv(torch.autograd.Function):
 
 def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, gain, scale, _, _, *saved = ctx.saved_tensors
+    x = saved_input(ctx, x)
     call, backend = ctx.call, ctx.backend
     geometry = call.geometry
     # A hook on saved tensors may return the weight in another memory format, as torch's save_on_cpu can. What the
@@ -236,6 +238,7 @@ def _plain_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     given = None if mass is None else Statistics(mean, mass)
     needs_x, needs_weight, needs_bias, needs_gain = ctx.needs_input_grad[:4]
     with torch.enable_grad():
+        x = saved_input(ctx, x)
         # Not view_as: it changes the strides of a single sample in channels_last, with which torch's grouped
         # convolutions go wrong.
         views: list[Any] = [None if tensor is None else tensor[...] for tensor in (x, weight, gain)]

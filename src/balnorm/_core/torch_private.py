@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COLLECTIVES_HAVE_GRADIENTS",
     "apply_function",
+    "current_backward",
     "is_batched_gradient",
     "is_view",
     "is_watched",
@@ -63,11 +64,13 @@ def apply_function(function: type[torch.autograd.Function], *arguments: object) 
 
 
 def recomputing() -> bool:
-    """Whether this forward pass runs inside a backward pass, as activation checkpointing repeats it.
+    """Whether this forward pass runs inside a backward pass, as activation checkpointing repeats it."""
+    return not torch.compiler.is_compiling() and current_backward() != -1
 
-    There is no public way to ask whether a backward pass is running on this thread.
-    """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+def current_backward() -> int:
+    """The number of the backward pass that runs on this thread, or -1. There is no public way to ask."""
+    return torch._C._current_graph_task_id()
 
 
 def is_batched_gradient(gradient: Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from balnorm._checks import BalNormWarning
 from balnorm._core.options import LayerKeywords
+from balnorm.activations import lean_activation
 from balnorm.channels import ChannelAffine
 from balnorm.layers import BALANCED, BalNormConv2d, BalNormLayer
 from balnorm.surgery._decisions import (
@@ -33,10 +34,12 @@ from balnorm.surgery._decisions import (
     explain,
     is_batch_norm,
     is_norm_act,
+    named,
     torch_class,
 )
 from balnorm.surgery._exact import Original, Proof, is_exact
 from balnorm.surgery._flow import data_flow
+from balnorm.surgery._lean import Lean, lean_activations
 from balnorm.surgery._model import ModelT, device_of, refuse_wrapped, replace_modules
 from balnorm.text_table import text_table
 
@@ -47,7 +50,7 @@ __all__ = ["ConversionReport", "convert"]
 
 
 class ConversionRow(NamedTuple):
-    """What became of one layer or norm."""
+    """What became of one layer, norm or activation."""
 
     layer: str
     kind: str
@@ -58,7 +61,10 @@ class ConversionRow(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What :func:`convert` did with every convolution and BatchNorm, and why. Prints as a table."""
+    """What :func:`convert` did with every convolution and BatchNorm, and why. Prints as a table.
+
+    Of the activations it lists those that keep less for the backward pass now.
+    """
 
     rows: tuple[ConversionRow, ...]
     proof: Proof | None = None
@@ -84,14 +90,21 @@ class ConversionReport:
         """Names of the layers and BatchNorms that stay."""
         return [row.layer for row in self.rows if row.action == "kept"]
 
+    @property
+    def lean(self) -> list[str]:
+        """Names of the activations, and gates, that became those of :mod:`balnorm.activations`."""
+        return [row.layer for row in self.rows if row.action == "lean"]
+
     def __str__(self) -> str:
         norms = sum(row.is_norm for row in self.rows)
+        layers = len(self.rows) - norms - len(self.lean)
         gone = len(self.removed) + len(self.affine)
         return (
             text_table(["layer", "kind", "action", "why"], [list(row[:4]) for row in self.rows])
-            + f"\n\n{len(self.balanced)} of {len(self.rows) - norms} layers balanced, "
+            + f"\n\n{len(self.balanced)} of {layers} layers balanced, "
             + f"{gone} of {norms} BatchNorms removed"
             + (f" ({len(self.affine)} became a ChannelAffine)" if self.affine else "")
+            + (f", {len(self.lean)} activations keep less for backward" if self.lean else "")
             + (f"\n{self.proof}" if self.proof else "")
         )
 
@@ -105,6 +118,7 @@ def convert(
     trained: bool | None = None,
     strict: bool = False,
     dry_run: bool = False,
+    lean: bool = True,
     **options: Unpack[LayerKeywords],
 ) -> tuple[ModelT, ConversionReport]:
     """Replace every convolution and its BatchNorm by a balanced convolution, in place.
@@ -141,6 +155,9 @@ def convert(
         strict: raise a ValueError, and change nothing, if a BatchNorm would stay (other than by ``skip``), or if there
             is nothing to balance. Without it, the latter is a warning.
         dry_run: only report.
+        lean: replace activations that balanced layers follow by those of :mod:`balnorm.activations`, which compute the
+            same and keep less for the backward pass: ReLU6, SiLU, GELU, Hardswish, Mish and Hardtanh, and the gates of
+            squeeze-and-excitation.
         **options: for every balanced layer, e.g. ``mass="position"`` or ``one_pass=False``; they override those taken
             from the norm. See :class:`~balnorm.BalNormConv2d`.
 
@@ -160,7 +177,9 @@ def convert(
     BalNormConv2d(2, 2, 1, device="meta", **options)  # a bad option fails here, before anything is done
     batches = _batches(example_input, model)
     first = next(batches, ())
-    decisions = attribute(model, data_flow(model, first), skip, include, trained)
+    flow = data_flow(model, first)
+    decisions = attribute(model, flow, skip, include, trained)
+    leaner = lean_activations(model, flow, decisions, named(model, "skip", skip)) if lean else {}
     names = {module: name for name, module in model.named_modules()}
     left = [
         f"{names[module]}: {explain(decision, names)}"
@@ -183,6 +202,7 @@ def convert(
         original = Original(model, decisions, new, itertools.chain([first], batches)) if exact else None
         # Up to here nothing has changed the model, so a mistake in the arguments leaves it as it was.
         _let_activations_copy(decisions)
+        model = replace_modules(model, {it: made for it in leaner if (made := lean_activation(it))})
         whole = {it: _with_activation(it, made) if is_norm_act(it) else made for it, made in new.items()}
         model = replace_modules(model, whole)
         if original:
@@ -194,7 +214,7 @@ def convert(
                 )
                 message = f"the converted network is not the original: {proof or 'outputs differ'} ({where})"
                 warnings.warn(message, BalNormWarning, stacklevel=2)
-    return _Conversion((model, _report(decisions, names, proof)))
+    return _Conversion((model, _report(decisions, leaner, names, proof)))
 
 
 def _batches(example_input: Any, model: nn.Module) -> Iterator[tuple[Any, ...]]:
@@ -265,7 +285,10 @@ def _why_nothing(decisions: Mapping[nn.Module, Decision], left: Sequence[str]) -
 
 
 def _report(
-    decisions: Mapping[nn.Module, Decision], names: Mapping[nn.Module, str], proof: Proof | None
+    decisions: Mapping[nn.Module, Decision],
+    leaner: Mapping[nn.Module, Lean],
+    names: Mapping[nn.Module, str],
+    proof: Proof | None,
 ) -> ConversionReport:
     no_norm = Kept((Because(Reason.NO_NORM),))  # which goes without saying of a linear layer
     rows = [
@@ -273,6 +296,11 @@ def _report(
         for it, decision in decisions.items()
         if not (isinstance(it, nn.Linear) and decision == no_norm)
     ]
+    rows += [
+        ConversionRow(names[it], type(it).__name__, "lean", why.explain(names), False) for it, why in leaner.items()
+    ]
+    order = {name: place for place, name in enumerate(names.values())}
+    rows.sort(key=lambda row: order[row.layer])
     return ConversionReport(tuple(rows), proof)
 
 

@@ -41,12 +41,14 @@ __all__ = [
     "Removed",
     "attribute",
     "explain",
+    "has_own_code",
     "is_batch_norm",
     "is_norm_act",
+    "named",
     "torch_class",
 ]
 
-Action = Literal["balanced", "removed", "affine", "kept"]
+Action = Literal["balanced", "removed", "affine", "kept", "lean"]
 
 
 class Place(Enum):
@@ -214,7 +216,7 @@ def attribute(
     """
     # Rule 1: what has to stay
     candidates = [module for module in model.modules() if _is_layer(module) or is_batch_norm(module)]
-    skipped, included = _named(model, "skip", skip), _named(model, "include", include)
+    skipped, included = named(model, "skip", skip), named(model, "include", include)
     fixed = {module: because for module in candidates if (because := _why_fixed(module, flow, skipped))}
     layers: list[nn.Module] = [module for module in candidates if _is_layer(module) and module not in fixed]
     norms = [module for module in candidates if is_batch_norm(module) and module not in fixed]
@@ -284,6 +286,11 @@ def torch_class(module: nn.Module) -> type[nn.Module] | None:
     return base if all(getattr(kind, name, None) is getattr(base, name, None) for name in code) else None
 
 
+def has_own_code(module: nn.Module) -> bool:
+    """Whether someone gave this very module code that a replacement would not have."""
+    return _has_hooks(module) or "forward" in vars(module)
+
+
 def _is_layer(module: nn.Module | None) -> TypeGuard[_ConvNd | nn.Linear]:
     return isinstance(module, _ConvNd | nn.Linear)
 
@@ -302,7 +309,7 @@ def _is_signed(layer: nn.Module, flow: Flow) -> bool:
     return not all(source.nonnegative for call in flow.by_module[layer] for source in call.inputs)
 
 
-def _named(model: nn.Module, option: Literal["skip", "include"], patterns: Iterable[str]) -> set[nn.Module]:
+def named(model: nn.Module, option: Literal["skip", "include"], patterns: Iterable[str]) -> set[nn.Module]:
     """The modules whose names match, and everything inside them."""
     found = set[nn.Module]()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -317,7 +324,6 @@ def _named(model: nn.Module, option: Literal["skip", "include"], patterns: Itera
 
 
 def _why_fixed(module: nn.Module, flow: Flow, skipped: Collection[nn.Module]) -> Because | None:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     if module in skipped:
         return Because(Reason.SKIPPED)
     if isinstance(module, BalNormLayer):
@@ -328,13 +334,17 @@ def _why_fixed(module: nn.Module, flow: Flow, skipped: Collection[nn.Module]) ->
         return Because(Reason.NOT_CALLED)
     if module in flow.used_directly:
         return Because(Reason.USED_DIRECTLY)
-    if any(hooks):
+    if _has_hooks(module):
         return Because(Reason.HAS_HOOKS)
     if "forward" in vars(module):
         return Because(Reason.FORWARD_REPLACED)
     if _is_layer(module) and _fan_in(module) < 2:
         return Because(Reason.ONE_WEIGHT)
     return None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def _fan_in(layer: _ConvNd | nn.Linear) -> int:

@@ -23,6 +23,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from balnorm._core.torch_private import storage_key
+from balnorm.activations import LeanActivation, lean_activation
 from balnorm.channels import ChannelAffine, ChannelCentre
 from balnorm.layers import BalNormLayer
 from balnorm.surgery._model import tensors_in, undisturbed
@@ -108,12 +109,13 @@ def data_flow(model: nn.Module, arguments: tuple[Any, ...] = ()) -> Flow:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a call of this module is one step: torch's own layers, and what is built on a convolution or a norm."""
+    """Whether a call of this module is one step: torch's own layers, what is built on them, and known activations."""
     of_torch = type(module).__module__.startswith("torch.nn.") and not isinstance(
         module, nn.Sequential | nn.ModuleList | nn.ModuleDict
     )
-    ours = BalNormLayer | ChannelAffine | ChannelCentre
-    return of_torch or isinstance(module, _ConvNd | _NormBase | nn.Linear | ours)
+    ours = BalNormLayer | ChannelAffine | ChannelCentre | LeanActivation
+    known = isinstance(module, _ConvNd | _NormBase | nn.Linear | ours) or lean_activation(module) is not None
+    return of_torch or known
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -318,6 +320,7 @@ def _first_line(error: Exception) -> str:
 _SYNONYMS = {
     "iadd": "add",
     "imul": "mul",
+    "gelutanh": "gelu",
     "nativedropout": "dropout",
     "featuredropout": "dropout",
     "constantpad": "pad",

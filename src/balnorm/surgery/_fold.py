@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from balnorm._checks import HAS_HOOKS, warn
+from balnorm.activations import LeanActivation
 from balnorm.channels import ChannelAffine, ChannelCentre
 from balnorm.layers import BALANCED, BalNormLayer
 from balnorm.surgery._flow import Flow, traced
@@ -33,10 +34,11 @@ def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
 
     A :class:`~balnorm.ChannelAffine` goes into the convolution or linear layer that it feeds, if that one alone reads
     it and does not pad; otherwise it becomes a depthwise 1x1 convolution. A :class:`~balnorm.ChannelCentre` may also go
-    into the layer that feeds it, if nothing else reads that one's output. You can use and unpickle the result without
-    balnorm, and it costs what an unnormalised network costs. Its weights are balanced for the running statistics (see
-    :func:`update_stats`). It is for inference: trained further, it would be a network without normalisation. The names
-    of the folded layers are logged at level INFO. Hooks of the layers are lost, with a warning.
+    into the layer that feeds it, if nothing else reads that one's output. Activations of :mod:`balnorm.activations`
+    become torch's own. You can use and unpickle the result without balnorm, and it costs what an unnormalised network
+    costs. Its weights are balanced for the running statistics (see :func:`update_stats`). It is for inference: trained
+    further, it would be a network without normalisation. The names of the folded layers are logged at level INFO. Hooks
+    of the layers are lost, with a warning.
 
     Args:
         model: any module with balanced layers; a module without any is returned unchanged.
@@ -65,6 +67,7 @@ def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
             warn(layer, HAS_HOOKS, name)
     logger.info("folding %d layers: %s", len(layers), ", ".join(layers))
     plain: dict[nn.Module, nn.Module] = {layer: layer.fuse() for layer in layers.values()}
+    plain |= {module: module.fuse() for module in model.modules() if isinstance(module, LeanActivation)}
     constant = {
         module: module.fuse() if isinstance(module, ChannelCentre) else module
         for module in model.modules()
