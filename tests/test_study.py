@@ -28,6 +28,7 @@ from balnorm.bench.study.executors import LocalExecutor, Resources, StudyError, 
 from balnorm.bench.study.grid import plan
 from balnorm.bench.study.results import Result, Setting, settings_of
 from balnorm.bench.study.runner import dry_run, run_study
+from balnorm.bench.training.experiment import Experiment
 from balnorm.bench.training.run import Run
 from folders import SMALL, STUDY, make_run, results
 from held import PATIENCE, gate, trainers, wait_until, waiting
@@ -145,6 +146,19 @@ def test_settings_name_what_varies_and_nothing_else():
     assert settings_of(recipes)[0] == settings_of(recipes)[1] == Setting("a", (("lr", 0.1),))
     assert str(settings_of(recipes)[-1]) == "b lr=1.0"
     assert str(settings_of(recipes[:2])[0]) == "a"
+
+
+def test_a_rate_chosen_for_each_method_does_not_set_them_apart():
+    """They had no counterparts, and so no differences. Other fields must be alike."""
+    base = replace(DIGITS, norm="balnorm", lr=0.3)
+    chosen = [base, replace(base, equalise=True, lr=0.1), replace(base, norm="batchnorm", lr=0.03)]
+    assert [str(each) for each in settings_of(chosen)] == ["balnorm", "balnorm equalise=True", "batchnorm"]
+    sizes = [replace(each, batch_size=size, lr=each.lr * size) for each in chosen for size in (2, 8)]
+    assert {each.variation for each in settings_of(sizes)} == {"batch_size=2", "batch_size=8"}
+    assert str(settings_of([*chosen, replace(base, lr=1.0)])[0]) == "balnorm lr=0.3"
+    assert str(settings_of([base, replace(base, norm="batchnorm", depth=14)])[1]) == "batchnorm depth=14"
+    own = [Experiment("a.py:train", norm, options=(("lr", lr),)) for norm, lr in (("a", 0.1), ("b", 0.3))]
+    assert [str(each) for each in settings_of(own)] == ["a", "b"]
 
 
 def test_the_state_of_a_run(tmp_path):

@@ -202,18 +202,20 @@ def settings_of(recipes: Sequence[Config]) -> list[Setting]:
     """The setting of each recipe.
 
     A field that follows from others, such as a learning rate chosen for each batch size, is left out. Options of the
-    norm are part of the method.
+    norm are part of the method. A learning rate that was chosen for each method does not set them apart either.
     """
 
     def combinations(names: Sequence[str]) -> int:
         return len({repr([recipe.fields.get(name) for name in names]) for recipe in recipes})
 
-    varying = varied_fields(recipes)
+    varying, method = varied_fields(recipes), ["norm"]
     if all(isinstance(recipe, Recipe) for recipe in recipes):
-        varying = [name for name in varying if name not in NORMS["balnorm"].options]
+        method += NORMS["balnorm"].options
+        varying = [name for name in varying if name not in method]
     for name in reversed(list(varying)):
         others = [other for other in varying if other != name]
-        if combinations(others) == combinations(varying):
+        given = others + method * (name == "lr")
+        if combinations(given) == combinations([*given, name]):
             varying = others
     return [
         Setting(recipe.norm, tuple((name, recipe.fields.get(name)) for name in varying), recipe.variant)
