@@ -117,6 +117,7 @@ def backend(request, monkeypatch):
         monkeypatch.setattr(cpu, "_library", None)
     elif cpu._library is None:
         pytest.skip(f"no native kernels ({cpu.status()})")
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -21,13 +21,13 @@ def layer_function(layer, x):
     return function, (x.requires_grad_(), *parameters)
 
 
-@with_both_backends
 @pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
 @pytest.mark.parametrize("name", CASES)
-def test_gradients(name, mass, one_pass):
+def test_gradients(name, mass, one_pass, backend):
+    """All of the Jacobian once for each kind of layer; elsewhere its product with random vectors, which is fast."""
     layer = CASES[name].build(mass=mass, one_pass=one_pass, track_running_stats=False, dtype=torch.float64)
     function, inputs = layer_function(layer, CASES[name].input(dtype=torch.float64))
-    assert gradcheck(function, inputs)
+    assert gradcheck(function, inputs, fast_mode=(backend, mass, one_pass) != ("native", "position", True))
 
 
 @pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
@@ -39,17 +39,22 @@ def test_second_gradients(name, mass, one_pass):
     assert gradgradcheck(function, inputs, fast_mode=True)
 
 
-@with_both_backends
+def assert_gradients(layer, x, backend):
+    """The second ones are of the composed form, whichever backend there is: once is enough."""
+    function, inputs = layer_function(layer, x)
+    assert gradcheck(function, inputs, fast_mode=True)
+    if backend == "torch":
+        assert gradgradcheck(function, inputs, fast_mode=True)
+
+
 @pytest.mark.parametrize("shift", [True, False])
 @pytest.mark.parametrize("options", [{"stats_fraction": 0.5}, {}, {"centred": True}, {"affine": False, "bias": False}])
 @pytest.mark.parametrize("mass", ["channel", "position"])
 @pytest.mark.parametrize("name", ["linear", "conv2d", "depthwise", "conv2d-dilated-circular", "transposed2d"])
-def test_gradients_with_negative_inputs(name, mass, options, shift):
+def test_gradients_with_negative_inputs(name, mass, options, shift, backend):
     case = CASES[name]
     layer = case.build(mass=mass, shift=shift, track_running_stats=False, dtype=torch.float64, **options)
-    function, inputs = layer_function(layer, torch.randn(case.input_shape, dtype=torch.float64))
-    assert gradcheck(function, inputs)
-    assert gradgradcheck(function, inputs, fast_mode=True)
+    assert_gradients(layer, torch.randn(case.input_shape, dtype=torch.float64), backend)
 
 
 @with_both_backends
@@ -63,30 +68,24 @@ def test_gradients_of_a_single_sample_in_channels_last_do_not_depend_on_create_g
     torch.testing.assert_close(torch.autograd.grad(loss, inputs), composed)
 
 
-@with_both_backends
 @pytest.mark.parametrize("options", [{}, {"centred": True}, {"stats_fraction": 0.5}])
 @pytest.mark.parametrize("layer", [BalNormConv2d, BalNormConvTranspose2d])
-def test_gradients_where_the_image_is_smaller_than_the_kernel(layer, options):
+def test_gradients_where_the_image_is_smaller_than_the_kernel(layer, options, backend):
     layer = layer(4, 6, 3, 2, 1, groups=2, mass="position", track_running_stats=False, dtype=torch.float64, **options)
-    function, inputs = layer_function(layer, torch.rand(4, 4, 1, 1 if layer.transposed else 2, dtype=torch.float64))
-    assert gradcheck(function, inputs)
-    assert gradgradcheck(function, inputs, fast_mode=True)
+    assert_gradients(layer, torch.rand(4, 4, 1, 1 if layer.transposed else 2, dtype=torch.float64), backend)
 
 
-@with_both_backends
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_with_frozen_statistics(name):
+def test_gradients_with_frozen_statistics(name, backend):
     """In eval mode the mass is a constant: the input's gradient is that of a plain convolution."""
     layer = CASES[name].build(dtype=torch.float64)
     layer(CASES[name].input(dtype=torch.float64))
-    function, inputs = layer_function(layer.eval(), CASES[name].input(dtype=torch.float64))
-    assert gradcheck(function, inputs)
-    assert gradgradcheck(function, inputs, fast_mode=True)
+    assert_gradients(layer.eval(), CASES[name].input(dtype=torch.float64), backend)
 
 
 @with_both_backends
 @pytest.mark.parametrize(
-    "options", [{}, {"shift": False}, {"centred": True}, {"stats_fraction": 0.5}, {"affine": False}]
+    "options", [{}, {"shift": True}, {"shift": False}, {"centred": True}, {"stats_fraction": 0.5}, {"affine": False}]
 )
 @pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
 @pytest.mark.parametrize("name", CASES)
@@ -150,7 +149,7 @@ def variants(x):
 
 
 @with_both_backends
-@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize(("mass", "one_pass"), [("channel", True), ("position", False)])
 @pytest.mark.parametrize("name", ["conv2d", "conv2d-grouped", "conv2d-dilated-circular", "conv3d", "transposed2d"])
 @pytest.mark.parametrize("variant", ["channels_last", "transposed", "strided", "expanded"])
 @pytest.mark.parametrize("weight_variant", ["contiguous", "channels_last", "strided"])
