@@ -218,8 +218,12 @@ def test_no_option_is_forgotten():
     }
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()))
-@pytest.mark.parametrize("name", CASES)
+# A linear, a convolutional and a transposed layer with every option, and the others with either mass.
+LAYERS = [(name, options) for name in ("linear", "conv2d-grouped", "transposed2d") for options in OPTIONS]
+LAYERS += [(name, {"mass": mass}) for name in CASES for mass in BF.MASSES]
+
+
+@pytest.mark.parametrize(("name", "options"), LAYERS, ids=str)
 def test_layers(name, options):
     layer = CASES[name].build(device="meta", **options)
     with gpu("meta", layer):

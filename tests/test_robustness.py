@@ -11,6 +11,12 @@ from cases import CASES, MASS_AND_PASS
 
 pytestmark = pytest.mark.usefixtures("backend")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Every two of the three together: what a dtype does wrong, it does not do for one mass in one form only.
+DTYPE_MASS_PASS = [
+    *((torch.float32, "channel", True), (torch.float32, "position", False)),
+    *((torch.bfloat16, "channel", False), (torch.bfloat16, "position", True)),
+    *((torch.float16, "channel", True), (torch.float16, "position", False)),
+]
 MAGNITUDES = [(x, w) for x in (1e-30, 1.0, 1e30) for w in (1e-30, 1.0, 1e30) if (x, w) != (1.0, 1.0)]
 
 
@@ -31,8 +37,7 @@ def assert_finite(layer, x, outputs_are_the_bias=False):
         torch.testing.assert_close(y, bias.expand_as(y))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize(("dtype", "mass", "one_pass"), DTYPE_MASS_PASS)
 @pytest.mark.parametrize("name", CASES)
 def test_all_zero_input_gives_the_bias(name, mass, one_pass, dtype):
     layer = CASES[name].build(mass=mass, one_pass=one_pass, dtype=dtype)
@@ -41,8 +46,7 @@ def test_all_zero_input_gives_the_bias(name, mass, one_pass, dtype):
     assert_finite(layer, CASES[name].input(dtype=dtype), outputs_are_the_bias=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize(("dtype", "mass", "one_pass"), DTYPE_MASS_PASS)
 @pytest.mark.parametrize("name", CASES)
 def test_dead_channels(name, mass, one_pass, dtype):
     layer = CASES[name].build(mass=mass, one_pass=one_pass, dtype=dtype)
@@ -51,8 +55,7 @@ def test_dead_channels(name, mass, one_pass, dtype):
     assert_finite(layer, x)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize(("dtype", "mass", "one_pass"), DTYPE_MASS_PASS)
 def test_one_live_channel_under_a_one_by_one_kernel_gives_the_bias(mass, one_pass, dtype):
     """Its only weight that meets anything has to be zero to balance."""
     layer = BalNormConv2d(5, 4, 1, mass=mass, one_pass=one_pass, dtype=dtype)
@@ -61,8 +64,7 @@ def test_one_live_channel_under_a_one_by_one_kernel_gives_the_bias(mass, one_pas
     assert_finite(layer, x, outputs_are_the_bias=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize(("dtype", "mass", "one_pass"), DTYPE_MASS_PASS)
 @pytest.mark.parametrize("value", [0.0, 0.1, -1 / 3, 1e-30, 1e30])
 @pytest.mark.parametrize("channels", [3, 600])
 def test_equal_weights_give_the_bias(mass, one_pass, dtype, value, channels):
@@ -108,8 +110,7 @@ def test_a_layer_without_inputs_gives_the_bias(samples):
     assert layer.gain.grad.eq(0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize(("dtype", "mass", "one_pass"), DTYPE_MASS_PASS)
 @pytest.mark.parametrize("leftover", [0.0, 1e-7, 1e-3])
 @pytest.mark.parametrize("centred", [False, True])
 def test_inputs_that_cancel(mass, one_pass, dtype, leftover, centred):
@@ -122,8 +123,7 @@ def test_inputs_that_cancel(mass, one_pass, dtype, leftover, centred):
     assert_finite(BalNormLinear(4, 4, **options), x.to(dtype).permute(0, 2, 3, 1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize(("dtype", "mass", "one_pass"), DTYPE_MASS_PASS)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("batch", [0, 1])
 def test_batches_of_none_and_one(name, mass, one_pass, dtype, batch):
@@ -146,8 +146,7 @@ def test_batches_of_none_and_one(name, mass, one_pass, dtype, batch):
     layer.eval()(x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("mass", "one_pass"), MASS_AND_PASS)
+@pytest.mark.parametrize(("dtype", "mass", "one_pass"), DTYPE_MASS_PASS[:4])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("of_input", "of_weight"), MAGNITUDES)
 def test_magnitudes(name, mass, one_pass, dtype, of_input, of_weight):
@@ -203,7 +202,7 @@ def without_statistics(layer):
 
 @pytest.mark.parametrize("one_pass", [True, False])
 @pytest.mark.parametrize(
-    "mass", ["ordinary", "cancelling", "nearly cancelling", "zero", "one channel", *range(-45, 38, 3)]
+    "mass", ["ordinary", "cancelling", "nearly cancelling", "zero", "one channel", *range(-45, -26, 3), 18, 36]
 )
 def test_every_path_agrees_on_what_is_zero(mass, one_pass):
     """Around the smallest numbers the plain form once gave up at 1e-31 and the closed form later."""
