@@ -3,6 +3,7 @@
 import copy
 import datetime as dt
 import functools
+import itertools
 import traceback
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 import balnorm.functional as BF
 from balnorm import BalNormConv2d, ChannelCentre, balance_report, convert, fold, update_stats
 from balnorm._core import torch_private
+from balnorm._core.backends import cpu
 from cases import small_network
 
 WORLD = 2
+BACKENDS = ["native", "torch"]
 TIMEOUT = dt.timedelta(minutes=10)  # a failure on one rank leaves the other waiting in a collective
 
 
@@ -27,24 +30,24 @@ def check_all(rank, folder):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD, timeout=TIMEOUT
     )
-    for name, check in CHECKS.items():
+    library = cpu._library
+    for backend, (name, check) in itertools.product(BACKENDS, CHECKS.items()):
+        cpu._library = library if backend == "native" else None
         torch.manual_seed(0)
         try:
             check(rank)
         except Exception:
-            Path(folder, f"{name}.failed{rank}").write_text(traceback.format_exc())
-        Path(folder, f"{name}.done{rank}").touch()
+            Path(folder, f"{backend}-{name}.failed{rank}").write_text(traceback.format_exc())
+        Path(folder, f"{backend}-{name}.done{rank}").touch()
         dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=["native", "torch"])
-def folder(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     """One start of two processes for all checks: importing torch twice takes longer than all of them."""
     folder = tmp_path_factory.mktemp("distributed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BALNORM_BACKEND", "torch" if request.param == "torch" else "")
-        mp.spawn(check_all, (folder,), nprocs=WORLD)
+    mp.spawn(check_all, (folder,), nprocs=WORLD)
     return folder
 
 
@@ -147,7 +150,7 @@ def statistics_are_per_process_by_default(rank):
 
 def synchronised_statistics_compile(rank):
     torch._dynamo.reset()
-    eager = small_network(sync_stats=True).double()
+    eager = BalNormConv2d(3, 4, 3, sync_stats=True).double()
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=torch_private.COLLECTIVES_HAVE_GRADIENTS)
     x = torch.rand(2, 3, 6, 6).double() * (rank + 1)
@@ -244,11 +247,12 @@ CHECKS |= {
 }
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CHECKS)
-def test_two_processes(folder, name):
+def test_two_processes(folder, name, backend):
     for rank in range(WORLD):
-        assert (folder / f"{name}.done{rank}").exists()
-        failure = folder / f"{name}.failed{rank}"
+        assert (folder / f"{backend}-{name}.done{rank}").exists()
+        failure = folder / f"{backend}-{name}.failed{rank}"
         assert not failure.exists(), failure.read_text()
 
 
