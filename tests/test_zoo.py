@@ -17,17 +17,19 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed"),
     pytest.mark.filterwarnings("ignore"),  # theirs
 ]
-HEAVY = {"cspresnet50", "darknet53", "densenet121", "dpn68", "ecaresnet26t", "efficientformer_l1", "hrnet_w18_small"}
-HEAVY |= {"inception_v3", "mobileone_s0", "res2net50_26w_4s", "resnext50_32x4d", "selecsls42b", "wide_resnet50_2"}
-HEAVY |= {"xception41", "xception41p"}
-NETWORKS = [("torchvision", name) for name in TORCHVISION]
-NETWORKS += [
-    pytest.param("timm", name, marks=[pytest.mark.slow] if name in HEAVY else []) for name in TIMM if name not in SLOW
-]
-QUICK = {"resnetv2_50", "densenet121", "mobilenet_v2", "repvgg_a0", "mixnet_s"}  # and the rest is slow
+HEAVY = {"cspresnet50", "darknet53", "densenet121", "dpn68", "ecaresnet26t", "efficientformer_l1", "gernet_s"}
+HEAVY |= {"hrnet_w18_small", "inception_v3", "mobileone_s0", "res2net50_26w_4s", "resnext50_32x4d", "selecsls42b"}
+HEAVY |= {"vgg11_bn", "wide_resnet50_2", "xception41", "xception41p"}
+QUICK = [("timm", name) for name in ("resnetv2_50", "densenet121", "repvgg_a0", "mixnet_s")]  # and the rest is slow
+QUICK += [("torchvision", "mobilenet_v2")]
 FAMILIES = [("timm", name) for name in TIMM] + [("torchvision", name) for name in TORCHVISION]
-FAMILIES = [
-    pytest.param(*family, marks=[] if family[1] in QUICK else [pytest.mark.slow])
+NETWORKS = [
+    pytest.param(*family, marks=[pytest.mark.slow] if family[1] in HEAVY else [])
+    for family in FAMILIES
+    if family[1] not in SLOW
+]
+TRAINED = [
+    pytest.param(*family, marks=[] if family in QUICK else [pytest.mark.slow])
     for family in FAMILIES
     if family[1] != "convnext_atto"  # it has no BatchNorm
 ]
@@ -81,7 +83,7 @@ def test_networks_convert_train_and_fold(library, name):
     assert result.difference < 1e-5
 
 
-@pytest.mark.parametrize(("library", "name"), FAMILIES)
+@pytest.mark.parametrize(("library", "name"), TRAINED)
 def test_trained_networks_compute_the_same(library, name):
     torch.manual_seed(0)
     model, x = build(library, name)
