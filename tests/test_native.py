@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import multiprocessing
 import os
 import subprocess
@@ -16,8 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import balnorm
 import balnorm.functional as BF
-from balnorm._core import method, torch_private
+from balnorm._core import function, method, torch_private
 from balnorm._core.backends import Call, Running, cpu
+from balnorm._core.geometry import Geometry
 from balnorm._core.matrix import WeightMatrix
 from balnorm._core.method import Statistics
 from balnorm._core.options import Options
@@ -45,7 +47,12 @@ LAYOUTS = ["contiguous", "channels_last", "transposed", "gaps", "offset"]
 def call_of(layer, samples, takes_statistics=True):
     """What the layer hands to a backend, apart from its tensors."""
     geometry, options = layer._geometry, layer.options
-    return Call(geometry, options, geometry.kind_of(options.mass), layer.shifts, samples, None, takes_statistics)
+    kind, outputs, dtype = geometry.kind_of(options.mass), layer.gain.numel(), layer.weight.dtype
+    return Call(geometry, options, kind, layer.shifts, samples, None, takes_statistics, outputs, dtype)
+
+
+def layer_averages(layer):
+    return Running(layer.running_mean, layer.running_mass, layer.num_batches_tracked)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -60,10 +67,10 @@ def test_bfloat16_samples_are_read_exactly_and_rounded_as_torch_does(mass, layou
     matrix = WeightMatrix.of(w, geometry)
     exact = method.statistics(x.double(), samples, geometry, mass)
     with mock.patch.object(cpu, "_call", wraps=cpu._call) as called:
-        effective, _, _, found, saved, _ = cpu.forward(x, matrix, None, None, None, None, None, call)
-    assert called.call_args.args[:2] == ("forward", (torch.float32, torch.bfloat16))
-    torch.testing.assert_close(found.mass.double(), exact.mass, rtol=1e-6, atol=0)
-    torch.testing.assert_close(found.mean.double(), exact.mean, rtol=0, atol=1e-6)
+        effective, _, _, _, saved, _ = cpu.forward(x, matrix, None, None, None, None, layer_averages(layer), call)
+    assert called.call_args.args[0].low == torch.bfloat16
+    torch.testing.assert_close(layer.running_mass.double(), exact.mass, rtol=1e-6, atol=0)
+    torch.testing.assert_close(layer.running_mean.double(), exact.mean, rtol=0, atol=1e-6)
     for dtype in (torch.bfloat16, torch.float16):  # C writes the first, torch converts to the second
         low, full = (cpu.effective(matrix, None, None, saved, call, each) for each in (dtype, torch.float32))
         assert torch.equal(low, full.to(dtype))
@@ -73,8 +80,8 @@ def test_bfloat16_samples_are_read_exactly_and_rounded_as_torch_does(mass, layou
     ours, theirs = laid_out(patterns.clone(), layout), patterns.clone()
     g, t = 1e3 * torch.randn(w.shape), torch.randn(6)
     cpu.backward(g.clone(), t, ours, x, matrix, None, None, saved, call)
-    with mock.patch.object(cpu, "_layout", return_value=None):
-        cpu.backward(g, t, theirs, x, matrix, None, None, saved, call)
+    with mock.patch.object(cpu, "_samples", return_value=None):
+        cpu.backward(g, t, theirs, x, matrix, None, None, saved, call_of(layer, samples))
     changed = (theirs != patterns) & ~patterns.isnan()
     assert changed[:samples].any()
     # sums over the taps that meet an input may differ in the last bit of float32
@@ -145,7 +152,7 @@ def test_images_of_ever_new_sizes_are_not_remembered_for_ever():
     layer = balnorm.BalNormConv2d(1, 1, 1)
     for size in range(1, 1200):
         layer(torch.rand(1, 1, 1, size))
-    assert len(cpu._layouts) <= 1000
+    assert len(function._calls) <= 1000
 
 
 def test_a_change_of_the_running_mass_is_noticed_by_autograd():
@@ -305,54 +312,113 @@ def test_a_traced_graph_has_every_operation():
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Every address goes through one function
+# C checks every tensor
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def test_no_address_reaches_c_by_another_way():
-    """data_ptr() is read in one place, and what is read there was checked."""
-    source = inspect.getsource(cpu)
-    assert source.count("data_ptr()") == 1
-    assert "return tensor.data_ptr()" in inspect.getsource(cpu._address)
+def test_no_memory_is_reached_by_another_way():
+    """Python hands over tensors, not addresses; C asks for an address in one place, after all that it checks."""
+    assert "data_ptr" not in inspect.getsource(cpu)
+    source = cpu.LIBRARY.with_name("kernels.c").read_text()
+    assert source.count("torch.address(") == 1
+    assert source.count("find(") == 3  # it is defined, called for every tensor by find_all(), and named in a comment
+    assert source.count("find_all(tensors, ") == source.count("EXPORT int NAME(") == 3
+
+
+def replaced(weight, **changes):
+    """Call C for the effective weight, with one of its tensors replaced."""
+    layer = balnorm.BalNormConv2d(2, 4, 1)
+    matrix, call = WeightMatrix.of(weight, layer._geometry), call_of(layer, 2)
+    saved = cpu.forward(torch.ones(2, 2, 3, 3), matrix, None, None, None, None, None, call).saved
+    tensors = {"gain": None, "scale": None, "saved": saved[0], **changes}
+    return cpu.effective(matrix, tensors["gain"], tensors["scale"], [tensors["saved"]], call, torch.float32)
 
 
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.ones(4, dtype=torch.float64), "expected a torch.float32 tensor of shape"),
-        (torch.ones(3), "expected a torch.float32 tensor of shape"),
+        (torch.ones(3), r"found torch.float32 of shape \(3,\)"),
+        (torch.ones(4, 1), r"found torch.float32 of shape \(4, 1\)"),
         (torch.ones(4, device="meta"), "on meta"),
-        (torch.ones(8)[::2], "cannot read a tensor with strides"),
+        (torch.ones(4).to_sparse(), "a balanced layer expected"),
     ],
 )
-def test_an_address_is_given_for_what_c_expects_only(tensor, message):
+def test_a_tensor_that_is_not_as_expected_is_refused(tensor, message):
     with pytest.raises(RuntimeError, match=message):
-        cpu._address(tensor, (4,), torch.float32)
-    lost = torch.ones(4)
-    lost.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="has lost its memory"):
-        cpu._address(lost, (4,), torch.float32)
-    part = torch.ones(4)
-    assert cpu._address(part, (4,), torch.float32) == part.data_ptr()
+        replaced(torch.randn(4, 2, 1, 1), gain=tensor)
+
+
+@pytest.mark.parametrize("size", [0, 12])
+def test_a_tensor_that_lost_memory_is_refused(size):
+    for dtype in (torch.float32, torch.float64):
+        lost = torch.ones(4, dtype=dtype)
+        lost.untyped_storage().resize_(size)
+        with pytest.raises(RuntimeError, match="has it lost its memory"):
+            replaced(torch.randn(4, 2, 1, 1), gain=lost)
+    part = torch.ones(8)[4:]
+    part.untyped_storage().resize_(20)
+    with pytest.raises(RuntimeError, match="has it lost its memory"):
+        replaced(torch.randn(4, 2, 1, 1), gain=part)
+
+
+@pytest.mark.parametrize("gain", [torch.arange(4.0).double(), torch.arange(8.0)[::2] / 2, torch.arange(-4.0, 4)[4:]])
+def test_a_vector_of_another_type_or_stride_is_copied(gain):
+    weight = torch.randn(4, 2, 1, 1)
+    torch.testing.assert_close(replaced(weight, gain=gain), replaced(weight) * torch.arange(4.0).view(4, 1, 1, 1))
+
+
+def test_moving_averages_are_as_before_if_the_convolution_is_refused():
+    layer, x = trained_layer(), torch.rand(2, 3, 8, 8)
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    with mock.patch.object(Geometry, "convolve", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        layer(x)
+    for name, buffer in layer.named_buffers():
+        assert torch.equal(buffer, before[name])
+    layer(x * math.inf)
+    with mock.patch.object(Geometry, "convolve", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        layer(x * math.nan)
+    for name, buffer in layer.named_buffers():
+        assert torch.equal(buffer, before[name])
+
+
+def test_layers_that_share_shapes_may_differ_in_their_averages():
+    """What C expects of moving averages is remembered for all layers of these shapes."""
+    x = torch.rand(2, 3, 8, 8)
+    layers = [balnorm.BalNormConv2d(3, 4, 3, padding=1, mass="position") for _ in range(4)]
+    layers[1].running_mass = layers[1].running_mass.double()
+    layers[2].running_mean = layers[2].running_mean.contiguous(memory_format=torch.channels_last)
+    layers[2].running_mass = layers[2].running_mass.contiguous(memory_format=torch.channels_last)
+    layers[3].running_mass = torch.ones(1, 3, 3, 6)[..., ::2]
+    for layer in layers * 2:
+        layer(x)
+        torch.testing.assert_close(layer.running_mean, layers[0].running_mean)
+        torch.testing.assert_close(layer.running_mass.float(), layers[0].running_mass)
 
 
 def test_given_statistics_are_those_of_the_batch():
     layer = balnorm.BalNormConv2d(3, 4, 3, padding=1, centred=True)
     x, matrix = torch.randn(2, 3, 6, 6), WeightMatrix.of(layer.weight.detach(), layer._geometry)
     own = cpu.forward(x, matrix, None, None, None, None, None, call_of(layer, 2))
-    given = Statistics(own.statistics.mean, own.statistics.mass)
+    running = Running(torch.zeros(1, 3, 1, 1), torch.zeros(1, 3, 1, 1), torch.tensor(0))
+    cpu.forward(x, matrix, None, None, None, None, running, call_of(layer, 2))
+    given = Statistics(*running[:2])
     again = cpu.forward(x, matrix, None, None, None, given, None, call_of(layer, 2, False))
     torch.testing.assert_close((again.effective, again.bias), (own.effective, own.bias))
 
 
 @pytest.mark.parametrize("counter", [-1, -5, 0, 3])
 def test_moving_averages_move_as_torch_moves_them(counter):
-    statistics = Statistics(torch.randn(1, 3, 1, 1), torch.rand(1, 3, 1, 1))
+    x = torch.randn(2, 3, 4, 4)
+    statistics = method.batch_statistics(x, 2, balnorm.BalNormConv2d(3, 4, 1)._geometry, "channel")
     for momentum in (0.1, None):
         results = []
-        for track in (cpu.track, cpu.torch_backend.track):
+        call = call_of(balnorm.BalNormConv2d(3, 4, 1, momentum=momentum), 2)
+        for _ in range(2):
             running = Running(torch.zeros(1, 3, 1, 1), torch.ones(1, 3, 1, 1), torch.tensor(counter))
-            track(running, statistics, momentum)
+            if results:
+                cpu.forward(x, WeightMatrix.of(torch.randn(4, 3, 1, 1), call.geometry), *[None] * 4, running, call)
+            else:
+                cpu.track(running, statistics, momentum)
             results.append(running)
         torch.testing.assert_close(results[0], results[1])
         assert results[0].mass.isfinite().all()

@@ -206,18 +206,23 @@ class BalNormLayer(nn.Module):
     def _forward(self, input: Tensor, geometry: Geometry) -> Tensor:
         training = self.training and not self.stats_frozen
         if not torch.compiler.is_compiling():
-            if isinstance(input, Proxy):
+            if type(input) is not Tensor and isinstance(input, Proxy):
                 raise TypeError(
                     f"torch.fx cannot trace through a {type(self).__name__}: {_checks.FOLD}, or make it a leaf"
                 )
             if not training and not self._unwatched:
                 _checks.look_for_statistics(self, input)
-        buffers = self._buffers  # at a fraction of what the attributes cost
+        parameters: dict[str, Any] = self._parameters  # at a fraction of what the attributes cost
+        buffers = self._buffers
+        try:
+            weight, bias, gain = parameters["weight"], parameters["bias"], parameters["gain"]
+        except KeyError:  # a parametrisation, a replica, or a gain that is a buffer
+            weight, bias, gain = self.weight, self.bias, self.gain
         return function.balanced_conv(
             input,
-            self.weight,
-            self.bias,
-            self.gain,
+            weight,
+            bias,
+            gain,
             buffers["output_scale"],
             geometry,
             self.options,

@@ -12,10 +12,11 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from balnorm._core import backends, method
 from balnorm._core.backends import Call, Running
+from balnorm._core.backends.torch import PLAIN, check_memory
 from balnorm._core.geometry import Geometry, channels_of
 from balnorm._core.lean import saved_input, to_save
 from balnorm._core.matrix import WeightMatrix
@@ -57,56 +58,44 @@ def balanced_conv(
             the batch is used in any case.
         running_mean, running_mass, num_batches_tracked: the buffers, changed in place once the output is computed.
     """
-    kind = geometry.kind_of(options.mass)
-    outputs, inputs = _check_shapes(input, weight, bias, gain, output_scale, geometry)
-    running = None
-    if running_mass is not None:
-        expected = geometry.statistics_shape(inputs, kind)
-        running_mean = torch.zeros_like(running_mass) if running_mean is None else running_mean
-        for name, buffer in (("mass", running_mass), ("mean", running_mean)):
-            if buffer.shape != expected:
-                raise ValueError(f"expected a running {name} of shape {expected}, got {tuple(buffer.shape)}")
-        if num_batches_tracked is not None and num_batches_tracked.numel() != 1:
-            raise ValueError(f"num_batches_tracked must be one number, got shape {tuple(num_batches_tracked.shape)}")
-        running = Running(running_mean, running_mass, num_batches_tracked)
-    x, samples = _batched(input, geometry, options.stats_fraction)
-    compute_dtype, autocast = weight.dtype, autocast_device(x)
-    if autocast is not None and x.is_floating_point() and x.dtype != torch.float64:
-        # As in torch's own layers the convolution runs in the lower precision; statistics and balance do not.
-        compute_dtype = torch.get_autocast_dtype(autocast)
-        x = x.to(compute_dtype)
-    if x.dtype != compute_dtype:
-        raise RuntimeError(f"the input is {x.dtype} and the weight {weight.dtype}: convert one, or use torch.autocast")
-
     transformed = torch_transforms_the_program()
-    if not transformed:
-        _check_memory(weight, bias, gain, output_scale, *(running or ()))
-    scale = None if output_scale is None else output_scale.detach().expand(outputs)
-    given = None
+    autocast = autocast_device(input)
+    lowered = None if autocast is None else torch.get_autocast_dtype(autocast)
+    tensors = (weight, bias, gain, output_scale, running_mean, running_mass, num_batches_tracked)
+    call = _call(input, *tensors, geometry, options, training, lowered, transformed)
+    x = input if input.dim() == weight.dim() else _batched(input, geometry)
+    if x.dtype != call.dtype:
+        x = x.to(call.dtype)
+
+    running = given = None
+    if running_mass is not None:
+        running_mean = torch.zeros_like(running_mass) if running_mean is None else running_mean
+        running = Running(running_mean, running_mass, num_batches_tracked)
+    # Without gradients and statistics there is nothing to save; the output is then exactly that of the folded layer.
+    plain = transformed or options.equalise or not (training or torch.is_grad_enabled())
+    backend = backends.torch if plain else backends.choose(x, *tensors)
+    if not transformed:  # C looks at the memory of all that it is given, but the weight may be copied before
+        check_memory(*(tensors[:1] if training and backend is backends.cpu else tensors))
     if running is not None and not training:
         # Copies: backward may need them after another forward, or DDP's broadcast, has changed the buffers.
         given = Statistics(running.mean.clone(), running.mass.clone())
-    among = processes(options) if training else None  # one process may evaluate alone
-    shift = options.shifts(inputs // geometry.groups)
-    call = Call(geometry, options, kind, shift, samples, among, given is None)
-    # Without gradients and statistics there is nothing to save; the output is then exactly that of the folded layer.
-    plain = transformed or options.equalise or not (training or torch.is_grad_enabled())
-    tracked = running if training and not recomputing() else None
+        running = None
+    scale = output_scale
+    if scale is not None and scale.shape != (call.outputs,):
+        scale = scale.expand(call.outputs)
+    if running is not None and recomputing():
+        running = None
     with without_autocast(autocast):
         if plain:
             # The scale is copied for the same reason; a backend does so by itself.
-            scale = backends.torch.copy_of(scale)
+            scale = None if scale is None else scale.detach().clone()
             y, found = plain_conv(x, weight, bias, gain, scale, given, call)
-            tracker: Any = backends.torch
+            if running is not None:  # last of all: a call that is refused on the way has moved no average
+                backend.track(running, found, options.momentum)
         else:
-            holder: list[Any] = []
-            y = apply_function(_BalancedConv, x, weight, bias, gain, scale, given, tracked, call, holder)
-            found, tracker = holder
-        # Last of all: a call that is refused on the way has moved no average.
-        if tracked is not None and tracker is not None:
-            tracker.track(tracked, found, options.momentum)
+            y = apply_function(_BalancedConv, x, weight, bias, gain, scale, given, running, call, backend)
     if not geometry.kernel:
-        return y.view(*input.shape[:-1], y.shape[1])
+        return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[1])
     return y if y.dim() == input.dim() else y.squeeze(0)
 
 
@@ -146,7 +135,7 @@ def input_statistics(
 
     ``exact`` is that of :func:`method.statistics`; ``alone`` sums over no other process, whatever the options say.
     """
-    x, samples = _batched(input, geometry, options.stats_fraction)
+    x, samples = _batched(input, geometry), _leading_samples(input, geometry, options.stats_fraction)
     among = None if alone else processes(options)
     with without_autocast(autocast_device(x)):
         kind = geometry.kind_of(options.mass)
@@ -160,7 +149,7 @@ def processes(options: Options) -> Processes:
 
 
 class _BalancedConv(torch.autograd.Function):
-    """:func:`plain_conv` with its gradient in closed form. ``holder`` gets the statistics and what is to track them."""
+    """:func:`plain_conv` with its gradient in closed form, computed by ``backend``."""
 
     @staticmethod
     def forward(
@@ -173,11 +162,10 @@ class _BalancedConv(torch.autograd.Function):
         given: Statistics | None,
         running: Running | None,
         call: Call,
-        holder: list[Any],
+        backend: Any,
     ) -> Tensor:
         geometry = call.geometry
         matrix = WeightMatrix.of(weight, geometry)
-        backend = backends.choose(x, weight, gain, scale, *(given or ()))
         found = backend.forward(x, matrix, bias, gain, scale, given, running, call)
         try:
             y = geometry.convolve(x, matrix.weight(found.effective, weight), found.bias)
@@ -192,7 +180,9 @@ class _BalancedConv(torch.autograd.Function):
         ctx.channels_last = matrix.channels_last
         mean, mass = given[:2] if given is not None else (None, None)
         ctx.save_for_backward(to_save(ctx, x), weight, gain, found.scale, mean, mass, *found.saved)
-        holder += (found.statistics, backend if found.undo is None else None)
+        # Last of all: a call that is refused on the way has moved no average.
+        if running is not None and found.undo is None:
+            backend.track(running, found.statistics, call.options.momentum)
         return y
 
     @staticmethod
@@ -224,17 +214,23 @@ def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dweight = matrix.weight(kernels, weight)
     return (
         dx,
-        _as(dweight, weight) if needs_weight else None,
-        t.to(ctx.bias_dtype) if needs_bias and t is not None else None,
-        _as(dgain, gain) if needs_gain else None,
-        *(None,) * 5,
+        _as(dweight, weight.dtype) if needs_weight else None,
+        _as(t, ctx.bias_dtype) if needs_bias else None,
+        _as(dgain, gain.dtype) if needs_gain else None,
+        None,
+        None,
+        None,
+        None,
+        None,
     )
 
 
 def _plain_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """The same gradient, by differentiating the plain form: so it can be differentiated itself."""
     create_graph = torch.is_grad_enabled()
-    x, weight, gain, scale, mean, mass = ctx.saved_tensors[:6]
+    x, weight, gain, scale, mean, mass, *saved = ctx.saved_tensors
+    if ctx.backend is backends.cpu:
+        scale = backends.cpu.scale_of(weight, scale, saved, ctx.call)
     given = None if mass is None else Statistics(mean, mass)
     needs_x, needs_weight, needs_bias, needs_gain = ctx.needs_input_grad[:4]
     with torch.enable_grad():
@@ -252,19 +248,100 @@ def _plain_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dweight, dbias, dgain, *(None,) * 5
 
 
-def _as(gradient: Tensor | None, like: Tensor) -> Tensor | None:
-    return gradient if gradient is None or gradient.dtype == like.dtype else gradient.to(like.dtype)
+def _as(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
 
 
-def _batched(input: Tensor, geometry: Geometry, fraction: float) -> tuple[Tensor, int]:
-    """``input`` as a batch (N, C, *in), and how many of its leading samples the statistics are to count."""
+def _batched(input: Tensor, geometry: Geometry) -> Tensor:
+    """``input`` as a batch (N, C, *in)."""
     axes = len(geometry.kernel)
     if axes == 0:
-        if input.dim() == 1:
-            return input.unsqueeze(0), 1
-        return input.flatten(0, -2), leading_samples(input.shape[0], fraction) * math.prod(input.shape[1:-1])
-    x = input.unsqueeze(0) if input.dim() == axes + 1 else input
-    return x, leading_samples(x.shape[0], fraction)
+        return input.unsqueeze(0) if input.dim() == 1 else input.flatten(0, -2)
+    return input.unsqueeze(0) if input.dim() == axes + 1 else input
+
+
+def _leading_samples(input: Tensor, geometry: Geometry, fraction: float) -> int:
+    """How many leading samples of the batch that :func:`_batched` makes of ``input`` the statistics are to count."""
+    axes = len(geometry.kernel)
+    if input.dim() == axes + 1:
+        return 1
+    inner = math.prod(input.shape[1:-1]) if axes == 0 else 1
+    return leading_samples(input.shape[0], fraction) * inner
+
+
+_calls: dict[Any, Call] = {}
+_MOST_CALLS = 1000  # images of ever new sizes
+
+
+def _call(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gain: Tensor | None,
+    output_scale: Tensor | None,
+    running_mean: Tensor | None,
+    running_mass: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    geometry: Geometry,
+    options: Options,
+    training: bool,
+    lowered: torch.dtype | None,
+    transformed: bool,
+) -> Call:
+    """Everything about a call but its tensors, from shapes, strides and types: worked out once for all that agree."""
+    key = None
+    if not transformed and not options.sync_stats and type(input) in PLAIN:
+        key = (
+            geometry,
+            options,
+            training,
+            lowered,
+            input.shape,
+            input.stride(),
+            input.dtype,
+            weight.shape,
+            weight.stride(),
+            weight.dtype,
+            None if bias is None else bias.shape,
+            None if gain is None else gain.shape,
+            None if output_scale is None else output_scale.shape,
+            None if running_mean is None else running_mean.shape,
+            None if running_mass is None else running_mass.shape,
+            None if num_batches_tracked is None else num_batches_tracked.shape,
+        )
+        found = _calls.get(key)
+        if found is not None:
+            return found
+    outputs, inputs = _check_shapes(input, weight, bias, gain, output_scale, geometry)
+    kind = geometry.kind_of(options.mass)
+    if running_mass is not None:
+        expected = geometry.statistics_shape(inputs, kind)
+        for name, buffer in (("mass", running_mass), ("mean", running_mean)):
+            if buffer is not None and buffer.shape != expected:
+                raise ValueError(f"expected a running {name} of shape {expected}, got {tuple(buffer.shape)}")
+        if num_batches_tracked is not None and num_batches_tracked.numel() != 1:
+            raise ValueError(f"num_batches_tracked must be one number, got shape {tuple(num_batches_tracked.shape)}")
+    dtype = weight.dtype
+    if lowered is not None and input.is_floating_point() and input.dtype != torch.float64:
+        dtype = lowered  # as in torch's own layers the convolution runs in it; statistics and balance do not
+    elif input.dtype != dtype:
+        raise RuntimeError(f"the input is {input.dtype} and the weight {dtype}: convert one, or use torch.autocast")
+    found = Call(
+        geometry,
+        options,
+        kind,
+        options.shifts(inputs // geometry.groups),
+        _leading_samples(input, geometry, options.stats_fraction),
+        processes(options) if training else None,  # one process may evaluate alone
+        training or running_mass is None,
+        outputs,
+        dtype,
+    )
+    if key is not None:
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        _calls[key] = found
+    return found
 
 
 def _check_shapes(
@@ -304,15 +381,6 @@ def _check_shapes(
     return outputs, inputs
 
 
-def _check_memory(*tensors: Tensor | None) -> None:
-    """Refuse tensors that have lost their memory, which torch's own operations do not notice."""
-    for tensor in tensors:
-        if tensor is None or type(tensor) not in (Tensor, nn.Parameter):
-            continue
-        if tensor.numel() and not tensor.untyped_storage().nbytes():
-            raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} has lost its memory: its storage was resized")
-
-
 def autocast_device(tensor: Tensor) -> str | None:
     """The device type of this tensor if autocast is on for it, else ``None``."""
     device = "cpu" if tensor.is_cpu else tensor.device.type  # the first costs a tenth of the second
@@ -325,4 +393,7 @@ def autocast_device(tensor: Tensor) -> str | None:
 
 def without_autocast(device: str | None) -> contextlib.AbstractContextManager[object]:
     """A context in which autocast, if it is on for this device, lowers no precision."""
-    return contextlib.nullcontext() if device is None else torch.autocast(device, enabled=False)
+    return _NOTHING if device is None else torch.autocast(device, enabled=False)
+
+
+_NOTHING = contextlib.nullcontext()

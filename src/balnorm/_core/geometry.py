@@ -168,7 +168,7 @@ class Geometry(NamedTuple):
                 dy.t() @ x if needs_weight else None,
                 dy.sum(0) if needs_bias else None,
             )
-        gradients = torch.ops.aten.convolution_backward(
+        dx, dweight, dbias = _convolution_backward(
             dy,
             x,
             weight,
@@ -181,10 +181,10 @@ class Geometry(NamedTuple):
             self.groups,
             needs,
         )
-        dx, dweight, dbias = (gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
-        return dx, dweight, dbias
+        return dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None
 
 
+_convolution_backward = torch.ops.aten.convolution_backward.default
 _CONV: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
 _CONV_TRANSPOSE: tuple[Callable[..., Tensor], ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 

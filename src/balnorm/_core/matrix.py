@@ -37,11 +37,9 @@ class WeightMatrix(NamedTuple):
             values = values.float()
         axes = values.dim() - 2
         if channels_last is None:
-            channels_last = (
-                not values.is_contiguous()
-                and axes in _CHANNELS_LAST
-                and values.is_contiguous(memory_format=_CHANNELS_LAST[axes])
-            )
+            if values.is_contiguous():
+                return cls(values, geometry.groups, geometry.transposed, False)
+            channels_last = axes in _CHANNELS_LAST and values.is_contiguous(memory_format=_CHANNELS_LAST[axes])
         values = values.contiguous(memory_format=_CHANNELS_LAST[axes] if channels_last else torch.contiguous_format)
         return cls(values, geometry.groups, geometry.transposed, channels_last)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -22,12 +23,15 @@ __all__ = [
     "is_view",
     "is_watched",
     "is_weight_norm",
+    "mark_changed",
     "output_padding_for",
     "recomputing",
     "storage_key",
     "sum_over_processes",
+    "tensor_functions",
     "thread_pool",
     "torch_transforms_the_program",
+    "type_number",
 ]
 
 
@@ -39,11 +43,20 @@ def torch_transforms_the_program() -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None  # make_fx
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
+        or _is_tracing()
+        or (is_watched() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None)  # make_fx
+        or _functorch_is_active()
+        or forward_ad._current_level >= 0
     )
+
+
+# Looking these up takes longer than asking them.
+_is_tracing = torch._C._is_tracing
+_functorch_is_active = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_graph_task = torch._C._current_graph_task_id
+_is_batched = torch._C._functorch.is_batchedtensor
+_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def is_watched() -> bool:
@@ -51,7 +64,7 @@ def is_watched() -> bool:
 
     There is no public way to ask.
     """
-    return torch._C._len_torch_dispatch_stack() > 0
+    return _dispatch_modes() > 0
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
@@ -63,6 +76,31 @@ def apply_function(function: type[torch.autograd.Function], *arguments: object) 
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc, no-any-return]
 
 
+def mark_changed(*tensors: Tensor | None) -> None:
+    """Tell autograd that C has changed these tensors.
+
+    The public function looks at each of them first, and those of inference mode have no version to count.
+    """
+    changed = [tensor for tensor in tensors if tensor is not None and not tensor.is_inference()]
+    if _MARKS_MANY:
+        torch._C._increment_version(changed)
+    else:
+        for tensor in changed:
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _marks_many() -> bool:
+    """Whether torch's function takes a list; up to 2.4 it takes a tensor."""
+    try:
+        torch._C._increment_version([])
+    except TypeError:
+        return False
+    return True
+
+
+_MARKS_MANY = _marks_many()
+
+
 def recomputing() -> bool:
     """Whether this forward pass runs inside a backward pass, as activation checkpointing repeats it."""
     return not torch.compiler.is_compiling() and current_backward() != -1
@@ -70,7 +108,7 @@ def recomputing() -> bool:
 
 def current_backward() -> int:
     """The number of the backward pass that runs on this thread, or -1. There is no public way to ask."""
-    return torch._C._current_graph_task_id()
+    return _graph_task()
 
 
 def is_batched_gradient(gradient: Tensor) -> bool:
@@ -79,7 +117,7 @@ def is_batched_gradient(gradient: Tensor) -> bool:
     Its tensors come from the older of torch's two implementations of vmap; those of ``torch.func.vmap`` over
     ``torch.autograd.grad`` come from the newer one. Neither has a public test.
     """
-    return torch._C._functorch.is_legacy_batchedtensor(gradient) or torch._C._functorch.is_batchedtensor(gradient)
+    return _is_legacy_batched(gradient) or _is_batched(gradient)
 
 
 def is_view(tensor: Tensor) -> bool:
@@ -149,9 +187,36 @@ def thread_pool() -> int | None:
 
     A second pool of threads would compete with torch's for the same cores, and torch lends its own only in C.
     """
-    names = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}
-    file = Path(torch.__file__).parent / "lib" / names.get(sys.platform, "libtorch_cpu.so")
     try:
-        return ctypes.cast(ctypes.CDLL(str(file)).torch_parallel_for, ctypes.c_void_p).value
+        return _address_of(_c_library().torch_parallel_for)
     except (OSError, AttributeError):
         return None
+
+
+def tensor_functions() -> list[int] | None:
+    """The addresses of torch's C functions that read a tensor, in the order of ``torch_t`` in kernels.c.
+
+    They are part of its stable interface, which compiled models use. Questions about a tensor's memory that take
+    microseconds in Python take nanoseconds there. ``None`` where they are missing.
+    """
+    questions = ("dim", "sizes", "strides", "dtype", "device_type", "storage_offset", "storage_size", "data_ptr")
+    try:
+        library = _c_library()
+        functions = [_address_of(getattr(library, f"aoti_torch_get_{question}")) for question in questions]
+        return [*functions, library.aoti_torch_device_type_cpu()]
+    except (OSError, AttributeError):
+        return None
+
+
+def type_number(dtype: torch.dtype) -> int:
+    """The number by which that interface knows a dtype."""
+    return cast(int, getattr(_c_library(), f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}")())
+
+
+def _c_library() -> ctypes.CDLL:
+    names = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / names.get(sys.platform, "libtorch_cpu.so")))
+
+
+def _address_of(function: Any) -> int:
+    return cast(int, ctypes.cast(function, ctypes.c_void_p).value)

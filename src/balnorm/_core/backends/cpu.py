@@ -1,51 +1,47 @@
-"""The closed form in C (``kernels.c``): few calls and few passes over memory, for CPU tensors.
+"""The closed form in C (``kernels.c``): one call for each direction and few passes over memory, for CPU tensors.
 
 Installing balnorm compiles the file if there is a C compiler. It is loaded with ctypes and knows nothing of torch
-except the address of its thread pool. Without it, or with ``BALNORM_BACKEND=torch`` in the environment, torch
-operations do the work. Both give the same results up to rounding.
+except the addresses of its thread pool and of the functions that read a tensor. Without it, or with
+``BALNORM_BACKEND=torch`` in the environment, torch operations do the work. Both give the same results up to rounding.
 
-C trusts what it is given, so memory safety is decided here, in one function: every address that C gets comes from
-:func:`_address`, which knows the shape, type and strides that C expects.
+What depends on shapes, strides and types alone is worked out once for each :class:`Call` and kept there as a
+:class:`_Plan`. C trusts it, and nothing else: it gets tensors, not addresses, and reads the memory of a tensor only
+after it has compared type, device, shape, strides and size of the storage with what the plan expects, at every call.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from balnorm._core.backends import torch as torch_backend
-from balnorm._core.backends.torch import Call, Forward, Running
+from balnorm._core.backends.torch import PLAIN, Call, Forward, Running, track
 from balnorm._core.matrix import WeightMatrix
-from balnorm._core.method import Statistics, saturate, shifted
-from balnorm._core.torch_private import is_watched, thread_pool
+from balnorm._core.method import Statistics, saturate
+from balnorm._core.torch_private import is_watched, mark_changed, tensor_functions, thread_pool, type_number
 
-__all__ = ["LIBRARY", "backward", "effective", "forward", "status", "takes", "track"]
+__all__ = ["LIBRARY", "backward", "effective", "forward", "scale_of", "status", "takes", "track"]
 
 LIBRARY = Path(__file__).with_name("kernels.so")
 """Where the build puts the compiled file."""
-INTERFACE = 4
+INTERFACE = 6
 """What balnorm_interface() in kernels.c returns, if the compiled file is not an older one."""
 
-# The structs of kernels.c: 64-bit integers, and a double where it says "d". What depends on shapes alone is packed
-# once, addresses at every call.
-_ROWS = struct.Struct("=4q")
-_ROWS_SHAPE = struct.Struct("=8q")
-_FORWARD = struct.Struct("=3q")
-_EFFECTIVE = struct.Struct("=q")
-_BACKWARD = struct.Struct("=4q")
-_SAMPLES = struct.Struct("=2q")
-_SAMPLES_SHAPE = struct.Struct("=26qd")
-_TRACK = struct.Struct("=9qd")
-_NOWHERE = bytes(_SAMPLES.size + _SAMPLES_SHAPE.size)
-_PLAIN = (Tensor, nn.Parameter)
+# The structs of kernels.c: 64-bit integers, and a double where it says "d".
+_EXPECTED = struct.Struct("=14q")
+_ROWS = struct.Struct("=8q")
+_SAMPLES = struct.Struct("=26qd")
+_AVERAGES = struct.Struct("=2qd")
+_MOST_AXES = 5
 _COMPILED = {
     (torch.float32, torch.float32): "float",
     (torch.float32, torch.bfloat16): "bfloat16",
@@ -63,7 +59,10 @@ def takes(*tensors: Tensor | None) -> bool:
     """
     if _library is None or is_watched():
         return False
-    return all(tensor is None or (tensor.is_cpu and type(tensor) in _PLAIN) for tensor in tensors)
+    for tensor in tensors:  # noqa: SIM110  # all() takes twice as long
+        if tensor is not None and not (tensor.is_cpu and type(tensor) in PLAIN):
+            return False
+    return True
 
 
 def status() -> str:
@@ -82,33 +81,34 @@ def forward(
     call: Call,
 ) -> Forward:
     values = matrix.values
-    real = values.dtype
     if values.numel() == 0:
+        torch_backend.check_memory(bias, gain, scale, *(running or ()))
         return torch_backend.forward(x, matrix, bias, gain, scale, given, running, call)
-    shape, types = _shape(matrix, call), _types(real, x.dtype)
-    saved, both = values.new_empty(shape.saved), values.new_empty(2, *shape.statistics)
-    effective, offset = torch.empty_like(values, dtype=types[1]), values.new_empty(shape.outputs)
-    samples, centre = _NOWHERE, None
-    layout = None if given is not None else _layout(x, types, call)
-    if layout is not None:
-        samples = _SAMPLES.pack(_address(x, x.shape, types[1], layout.strides), 0) + layout.packed
-    else:
+    key: Any = "forward"
+    if running is not None:
+        mean, mass, batches = running
+        key = (mean.stride(), mean.dtype, mass.stride(), mass.dtype, None if batches is None else batches.dtype)
+    plan = call.prepared.get(key) or _forward_plan(x, matrix, running, call, key)
+    new = values.new_empty
+    saved, both, shifted = new(plan.saved), new(plan.statistics), new(call.outputs, dtype=plan.low)
+    effective = torch.empty_like(values, dtype=plan.low)
+    samples: Tensor | None = x
+    centre, averages = None, running if plan.tracks and running is not None else (None, None, None)
+    if not plan.takes_samples:
         found = torch_backend.batch_statistics(x, call) if given is None else given
-        torch.stack([found.mean.to(real), found.mass.to(real)], out=both)
-        centre = found.centre
-    keep, rows = _rows(matrix, shape, gain, scale, saved)
-    addresses = _FORWARD.pack(
-        _address(effective, values.shape, types[1], values.stride()),
-        _address(offset, (shape.outputs,), real),
-        _address(both, (2, *shape.statistics), real),
-    )
-    _call("forward", types, rows + addresses + samples)
-    del keep
-    mean, mass = both.unbind()
+        flat = torch.cat([found.mean.flatten(), found.mass.flatten()])
+        both[: flat.numel()].copy_(flat)
+        samples, centre = None, found.centre
+    _run(plan, values, gain, saved, bias, scale, effective, shifted, both, samples, *averages)
+    undo = statistics = None
+    if running is not None and plan.tracks:
+        mark_changed(*running)  # behind torch's back: whoever saved them for backward has to know
+        undo = functools.partial(_undo, running, both)
+    elif running is not None:
+        torch_backend.check_memory(*running)
+        statistics = Statistics(*both.view(2, *running.mean.shape))
     kept = (saved,) if centre is None else (saved, centre)
-    found = Statistics(mean, mass, centre)
-    copy = torch_backend.copy_of(scale)
-    return Forward(saturate(effective, x.dtype), shifted(bias, offset, x.dtype), copy, found, kept)
+    return Forward(saturate(effective, x.dtype), saturate(shifted, x.dtype), None, statistics, kept, undo)
 
 
 def effective(
@@ -122,11 +122,9 @@ def effective(
     values = matrix.values
     if values.numel() == 0:
         return torch_backend.effective(matrix, gain, scale, saved, call, dtype)
-    types, shape = _types(values.dtype, dtype), _shape(matrix, call)
-    result = torch.empty_like(values, dtype=types[1])
-    keep, rows = _rows(matrix, shape, gain, scale, saved[0])
-    _call("effective", types, rows + _EFFECTIVE.pack(_address(result, values.shape, types[1], values.stride())))
-    del keep
+    plan = call.prepared.get(dtype) or _effective_plan(matrix, call, dtype)
+    result = torch.empty_like(values, dtype=plan.low)
+    _run(plan, values, gain, saved[0], result)
     return saturate(result, dtype)
 
 
@@ -144,69 +142,45 @@ def backward(
     values = matrix.values
     if values.numel() == 0:
         return torch_backend.backward(gradient, t, dx, x, matrix, gain, scale, saved, call)
-    gradient = matrix.like(gradient)
-    real, shape = values.dtype, _shape(matrix, call)
-    types = _types(real, real if dx is None else dx.dtype)
-    dgain, t = values.new_empty(shape.outputs), _dense(t, (shape.outputs,), real)
     if not call.takes_statistics:
         dx = None
-    samples, dstatistics, layout = _NOWHERE, None, None
-    if dx is not None and dx.dtype == x.dtype and len(saved) == 1:  # elsewhere torch operations took the statistics
-        layout = _layout(dx, types, call)
-    if dx is not None and layout is not None:
-        x = _dense(x, dx.shape, types[1], layout.strides)  # a hook may have returned it in another layout
-        pointers = (_address(tensor, dx.shape, types[1], layout.strides) for tensor in (x, dx))
-        samples = _SAMPLES.pack(*pointers) + layout.packed  # C adds to dx; nothing else needs the gradient
-    elif dx is not None:
-        dstatistics = values.new_empty(2, *shape.statistics)
-    keep, rows = _rows(matrix, shape, gain, scale, saved[0])
-    addresses = _BACKWARD.pack(
-        _address(gradient, values.shape, real, values.stride()),
-        _address(t, (shape.outputs,), real),
-        _address(dgain, (shape.outputs,), real),
-        0 if dstatistics is None else _address(dstatistics, (2, *shape.statistics), real),
-    )
-    _call("backward", types, rows + addresses + samples)
-    del keep
+    key = None if dx is None else (dx.stride(), dx.dtype, x.dtype, len(saved))
+    plan = call.prepared.get(key) or _backward_plan(dx, x, matrix, saved, call, key)
+    gradient = matrix.like(gradient)
+    dgain, dstatistics = values.new_empty(call.outputs), None
+    samples, to = (x, dx) if plan.takes_samples else (None, None)
+    if not plan.takes_samples:
+        dstatistics = None if dx is None else values.new_empty(plan.statistics)
+    _run(plan, values, gain, saved[0], gradient, t, dgain, dstatistics, samples, to)
     if dx is not None and dstatistics is not None:
-        centre = saved[1] if len(saved) > 1 else shape.centre(saved[0]) if call.options.centred else None
-        torch_backend.add_statistics_gradient(dx, x, Statistics(dstatistics[0], dstatistics[1], centre), call)
+        shape = call.geometry.statistics_shape(values.shape[1] * matrix.groups, call.kind)
+        centre = saved[1] if len(saved) > 1 else _centre(saved[0], shape) if call.options.centred else None
+        dmean, dmass = dstatistics.view(2, *shape)
+        torch_backend.add_statistics_gradient(dx, x, Statistics(dmean, dmass, centre), call)
     return gradient, dgain
 
 
-def track(running: Running, statistics: Statistics, momentum: float | None) -> None:
+def scale_of(weight: Tensor, scale: Tensor | None, saved: Sequence[Tensor], call: Call) -> Tensor | None:
+    """The scale. C keeps a copy of it in the vector that it saves, which spares a tensor."""
+    return scale if weight.numel() == 0 else saved[0][: call.outputs]
+
+
+def _undo(running: Running, both: Tensor) -> None:
+    """Take a batch out of moving averages again."""
     mean, mass, batches = running
-    real, shape = mass.dtype, mass.shape
-    channels, taps = shape[1], math.prod(shape[2:])
-    orders = {last: _strides(shape, last) for last in (False, True)}
-    last = next((last for last, strides in orders.items() if _same(shape, mass.stride(), strides)), None)
-    if (
-        last is None  # a part of a larger tensor
-        or not _same(shape, mean.stride(), orders[last])
-        or mean.dtype != real
-        or batches is None
-        or batches.dtype != torch.int64
-        or not takes(mean, mass, batches)
-        or (real, real) not in _COMPILED
-        or mass.numel() == 0
-    ):
-        torch_backend.track(running, statistics, momentum)
-        return
-    found = [_dense(statistic, shape, real) for statistic in statistics[:2]]
-    packed = _TRACK.pack(
-        *(_address(statistic, shape, real) for statistic in found),
-        *(_address(buffer, shape, real, orders[last]) for buffer in (mean, mass)),
-        _address(batches, batches.shape, torch.int64),
-        channels,
-        taps,
-        1 if last else taps,
-        channels if last else 1,
-        -1.0 if momentum is None else momentum,
-    )
-    for buffer in (mean, mass, batches):
-        if not buffer.is_inference():  # they change behind torch's back: whoever saved them for backward has to know
-            torch.autograd.graph.increment_version(buffer)
-    _call("track", (real, real), packed)
+    size = mean.numel()
+    old_mean, old_mass, moved = both[2 * size : 3 * size], both[3 * size : -1], both[-1]
+    if moved and batches is not None:
+        with torch.no_grad():
+            mean.copy_(old_mean.view_as(mean))
+            mass.copy_(old_mass.view_as(mass))
+            batches.sub_(1)
+
+
+def _centre(saved: Tensor, shape: Sequence[int]) -> Tensor:
+    """The centre in the saved vector. It ends in centre and signs of each input, and whether signs matter."""
+    _, inputs, *kernel = shape
+    return saved[-1 - 2 * inputs : -1 - inputs].view(1, inputs, *(1,) * len(kernel))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -214,101 +188,84 @@ def track(running: Running, statistics: Statistics, momentum: float | None) -> N
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _address(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> int:
-    """Where C finds a tensor of this shape, type and strides (``None``: contiguous). Anything else is refused.
+class _Expected(NamedTuple):
+    """What a tensor must be for C to touch its memory."""
 
-    The tensor must outlive the call.
-    """
-    if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape) or not tensor.is_cpu or type(tensor) not in _PLAIN:
-        raise RuntimeError(
-            f"a balanced layer expected a {dtype} tensor of shape {tuple(shape)} in the CPU's memory, and found "
-            f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}: was a saved tensor replaced?"
-        )
-    if not (tensor.is_contiguous() if strides is None else _same(shape, tensor.stride(), strides)):
-        raise RuntimeError(f"a balanced layer cannot read a tensor with strides {tensor.stride()}: was it replaced?")
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    optional: bool = False
+    copy: bool = False
+    """Whether a copy will do in its place, because C only reads it."""
+
+    def pack(self) -> bytes:
+        axes = len(self.shape)
+        rest = (0,) * (_MOST_AXES - axes)
+        number, item = _TYPES[self.dtype], self.dtype.itemsize
+        return _EXPECTED.pack(self.optional, number, item, axes, *self.shape, *rest, *self.strides, *rest)
+
+
+class _Plan(NamedTuple):
+    """What C gets beside tensors, and what Python has to know of it."""
+
+    function: Any
+    name: str
+    packed: bytes
+    pack: Callable[..., bytes]
+    """Makes the array of tensors."""
+    expected: tuple[_Expected, ...]
+    low: torch.dtype
+    """The type of the effective weight."""
+    saved: int
+    statistics: int
+    """How many elements these vectors have."""
+    takes_samples: bool
+    """Whether C takes the statistics of the samples, or hands their gradient on, and not torch operations."""
+    tracks: bool
+
+
+def _run(plan: _Plan, *tensors: Tensor | None) -> None:
+    """Let C work on tensors, which the caller keeps alive. Any that are not as expected are copied, or refused."""
+    code = _call(plan, tensors)
+    if code > 0:
+        fitting = [
+            tensor if tensor is None else _fitting(tensor, expected)
+            for tensor, expected in zip(tensors, plan.expected, strict=True)
+        ]
+        code = _call(plan, fitting)
+        if code > 0:
+            tensor, expected = tensors[code - 1], plan.expected[code - 1]
+            assert tensor is not None
+            how = f"strides {tensor.stride()}" if tensor.layout == torch.strided else str(tensor.layout)
+            raise RuntimeError(
+                f"a balanced layer expected a {expected.dtype} tensor of shape {expected.shape} with strides "
+                f"{expected.strides} in the CPU's memory, and found {tensor.dtype} of shape {tuple(tensor.shape)} with "
+                f"{how} on {tensor.device}: was a saved tensor replaced, or has it lost its memory?"
+            )
+    if code:
+        raise MemoryError(f"no memory left for the {plan.name} pass of a balanced layer")
+
+
+def _call(plan: _Plan, tensors: Sequence[Tensor | None]) -> int:
+    handles = plan.pack(*[0 if tensor is None else tensor._cdata for tensor in tensors])
+    return plan.function(handles, plan.packed)  # type: ignore[no-any-return]
+
+
+def _fitting(tensor: Tensor, expected: _Expected) -> Tensor:
+    """The tensor, or a copy if it only has another type or order of memory."""
+    if not expected.copy or tensor.shape != expected.shape or not takes(tensor) or tensor.layout != torch.strided:
+        return tensor
+    if tensor.dtype == expected.dtype and _same(expected.shape, tensor.stride(), expected.strides):
+        return tensor
     end = tensor.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.untyped_storage().nbytes() < end * tensor.element_size():
-        raise RuntimeError(f"a tensor of shape {tuple(shape)} has lost its memory: its storage was resized")
-    return tensor.data_ptr()
-
-
-def _dense(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:
-    """The tensor as :func:`_address` wants it: itself, or a copy. Another shape is refused there."""
-    if tensor.dtype == dtype and (
-        tensor.is_contiguous() if strides is None else _same(tensor.shape, tensor.stride(), strides)
-    ):
         return tensor
-    if strides is None or tuple(tensor.shape) != tuple(shape):
-        return tensor.to(dtype).contiguous()
-    return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype).copy_(tensor)
+    return torch.empty_strided(expected.shape, expected.strides, dtype=expected.dtype, device="cpu").copy_(tensor)
 
 
 def _same(shape: Sequence[int], strides: Sequence[int], expected: Sequence[int]) -> bool:
     """Whether these strides reach the same elements: that of an axis with one element does not matter."""
     return all(n <= 1 or a == b for n, a, b in zip(shape, strides, expected, strict=True))
-
-
-class _Shape(NamedTuple):
-    """What depends on the shape of a weight alone."""
-
-    packed: bytes
-    outputs: int
-    statistics: tuple[int, ...]
-    saved: int
-    """How long the vector is that is saved for backward."""
-
-    def centre(self, saved: Tensor) -> Tensor:
-        """The centre in this vector. It ends in centre and signs of each input, and whether signs matter."""
-        inputs = self.statistics[1]
-        start = self.saved - 1 - 2 * inputs
-        return saved[start : start + inputs].view(1, inputs, *(1,) * (len(self.statistics) - 2))
-
-
-class _Layout(NamedTuple):
-    """How samples lie in memory: the shape part of ``samples_t``."""
-
-    packed: bytes
-    strides: tuple[int, ...]
-
-
-def _rows(
-    matrix: WeightMatrix, shape: _Shape, gain: Tensor | None, scale: Tensor | None, saved: Tensor
-) -> tuple[tuple[Tensor | None, ...], bytes]:
-    """The struct ``rows_t``, and the tensors that it points to, which must outlive the call."""
-    values = matrix.values
-    vectors = [None if vector is None else _dense(vector, (shape.outputs,), values.dtype) for vector in (gain, scale)]
-    saved = _dense(saved, (shape.saved,), values.dtype)
-    addresses = _ROWS.pack(
-        _address(values, values.shape, values.dtype, _strides(values.shape, matrix.channels_last)),
-        *(0 if vector is None else _address(vector, (shape.outputs,), values.dtype) for vector in vectors),
-        _address(saved, (shape.saved,), values.dtype),
-    )
-    return (*vectors, saved), addresses + shape.packed
-
-
-_shapes: dict[Any, _Shape] = {}
-_layouts: dict[Any, _Layout | None] = {}
-_MOST_KEYS = 1000  # images of ever new sizes
-
-
-def _shape(matrix: WeightMatrix, call: Call) -> _Shape:
-    values = matrix.values
-    key = (values.shape, matrix.groups, matrix.channels_last, call.kind, call.options.one_pass, call.shift)
-    found = _shapes.get(key)
-    if found is None:
-        outputs, inputs, *kernel = values.shape
-        groups, taps, position = matrix.groups, math.prod(kernel), call.kind == "position"
-        if values.numel() > _MOST_ELEMENTS:
-            raise RuntimeError(f"a weight of shape {tuple(values.shape)} is too large")
-        statistics = call.geometry.statistics_shape(groups * inputs, call.kind)
-        last = matrix.channels_last
-        packed = _ROWS_SHAPE.pack(outputs, groups, inputs, taps, last, position, call.options.one_pass, call.shift)
-        assert _library is not None
-        size = _library.balnorm_saved_size(bytes(_ROWS.size) + packed)
-        if len(_shapes) >= _MOST_KEYS:
-            _shapes.clear()
-        found = _shapes[key] = _Shape(packed, outputs, statistics, size)
-    return found
 
 
 def _strides(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
@@ -321,55 +278,143 @@ def _strides(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _types(real: torch.dtype, sample: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """The types to call C with: those given, or, where it does not know that of the samples, ``real`` for both.
+class _Weight:
+    """The parts of every plan that follow from the weight."""
 
-    In that case torch operations convert what goes in and what comes out.
-    """
-    return (real, sample) if (real, sample) in _COMPILED else (real, real)
+    def __init__(self, matrix: WeightMatrix, sample: torch.dtype, call: Call) -> None:
+        values, groups, last = matrix.values, matrix.groups, matrix.channels_last
+        outputs, inputs, *kernel = values.shape
+        if values.numel() > _MOST_ELEMENTS:
+            raise RuntimeError(f"a weight of shape {tuple(values.shape)} is too large")
+        pair = (values.dtype, sample)
+        # Where C does not know the type of the samples, torch operations convert what goes in and what comes out.
+        self.types = pair if pair in _COMPILED else (values.dtype, values.dtype)
+        self.real, self.low = self.types
+        position, one_pass = call.kind == "position", call.options.one_pass
+        self.rows = _ROWS.pack(outputs, groups, inputs, math.prod(kernel), last, position, one_pass, call.shift)
+        self.shape, self.strides, self.outputs = tuple(values.shape), _strides(values.shape, last), outputs
+        assert _library is not None
+        self.saved = _library.balnorm_saved_size(self.rows)
+        self.averages = call.geometry.statistics_shape(groups * inputs, call.kind)
+        self.statistics = 2 * math.prod(self.averages)
+
+    def weight(self, dtype: torch.dtype) -> _Expected:
+        return _Expected(dtype, self.shape, self.strides)
+
+    def vector(self, size: int, **flags: bool) -> _Expected:
+        return _Expected(self.real, (size,), (1,), **flags)
+
+    def first(self) -> tuple[_Expected, ...]:
+        """Weight, gain and the saved vector."""
+        gain = self.vector(self.outputs, optional=True, copy=True)
+        return self.weight(self.real), gain, self.vector(self.saved, copy=True)
+
+    def plan(
+        self,
+        name: str,
+        expected: tuple[_Expected, ...],
+        *parts: bytes,
+        statistics: int = 0,
+        takes_samples: bool = False,
+        tracks: bool = False,
+    ) -> _Plan:
+        function = _functions[name, self.types]
+        packed = b"".join([*(each.pack() for each in expected), self.rows, *parts])
+        pack = struct.Struct(f"={len(expected)}q").pack
+        return _Plan(function, name, packed, pack, expected, self.low, self.saved, statistics, takes_samples, tracks)
 
 
-def _layout(x: Tensor, types: tuple[torch.dtype, torch.dtype], call: Call) -> _Layout | None:
+def _forward_plan(x: Tensor, matrix: WeightMatrix, running: Running | None, call: Call, key: object) -> _Plan:
+    weight = _Weight(matrix, x.dtype, call)
+    found = _samples(x, weight, call) if call.takes_statistics else None
+    samples, layout = found or (weight.vector(0, optional=True), bytes(_SAMPLES.size))
+    averages, moving = (_averages(running, weight, call) if running is not None else None) or (
+        (weight.vector(0, optional=True),) * 3,
+        bytes(_AVERAGES.size),
+    )
+    tracks = moving != bytes(_AVERAGES.size)
+    statistics = weight.statistics * 2 + 1 if tracks else weight.statistics
+    outputs = weight.outputs
+    vector = weight.vector(outputs, optional=True, copy=True)
+    expected = (
+        *weight.first(),
+        vector,
+        vector,
+        weight.weight(weight.low),
+        _Expected(weight.low, (outputs,), (1,)),
+        weight.vector(statistics),
+        samples,
+        *averages,
+    )
+    sizes: dict[str, Any] = {"statistics": statistics, "takes_samples": found is not None, "tracks": tracks}
+    plan = call.prepared[key] = weight.plan("forward", expected, layout, moving, **sizes)
+    return plan
+
+
+def _effective_plan(matrix: WeightMatrix, call: Call, dtype: torch.dtype) -> _Plan:
+    weight = _Weight(matrix, dtype, call)
+    plan = call.prepared[dtype] = weight.plan("effective", (*weight.first(), weight.weight(weight.low)))
+    return plan
+
+
+def _backward_plan(
+    dx: Tensor | None, x: Tensor, matrix: WeightMatrix, saved: Sequence[Tensor], call: Call, key: object
+) -> _Plan:
+    weight = _Weight(matrix, matrix.values.dtype if dx is None else dx.dtype, call)
+    found = None
+    if dx is not None and dx.dtype == x.dtype and len(saved) == 1:  # elsewhere torch operations took the statistics
+        found = _samples(dx, weight, call)
+    samples, layout = found or (weight.vector(0, optional=True), bytes(_SAMPLES.size))
+    vector = weight.vector(weight.outputs, copy=True)
+    dgain, dstatistics = weight.vector(weight.outputs), weight.vector(weight.statistics, optional=True)
+    # A hook may have returned x in another layout. C adds to dx.
+    expected = (*weight.first(), weight.weight(weight.real), vector, dgain, dstatistics)
+    expected += (samples._replace(copy=True), samples)
+    plan = weight.plan("backward", expected, layout, statistics=weight.statistics, takes_samples=found is not None)
+    call.prepared[key] = plan
+    return plan
+
+
+def _samples(x: Tensor, weight: _Weight, call: Call) -> tuple[_Expected, bytes] | None:
     """The layout of samples, or ``None`` if torch operations have to take their statistics.
 
     That is so without values, over several processes, where C cannot read ``x`` as it lies in memory, where the padding
     is a step of its own, where the kernel exceeds the image, and for centred statistics by position.
     """
-    position = call.kind == "position"
-    if call.samples == 0 or x.numel() == 0 or x.dtype != types[1] or call.among is not None:
+    geometry, count, centred, position = call.geometry, call.samples, call.options.centred, call.kind == "position"
+    if count == 0 or not 0 < x.numel() <= _MOST_ELEMENTS or x.dtype != weight.low or call.among is not None:
         return None
-    if position and (call.options.centred or call.geometry.pads_beforehand):
+    _, channels, *size = x.shape
+    if position and (centred or geometry.pads_beforehand or geometry.exceeds(size)):
         return None
-    key = (x.shape, x.stride(), call.samples, call.kind, call.options.centred, call.geometry)
-    try:
-        return _layouts[key]
-    except KeyError:
-        if len(_layouts) >= _MOST_KEYS:
-            _layouts.clear()
-        found = _layouts[key] = _dense_layout(x, call)
-        return found
-
-
-def _dense_layout(x: Tensor, call: Call) -> _Layout | None:
-    shape, geometry, samples = x.shape, call.geometry, call.samples
-    _, channels, *size = shape
-    strides = next((s for last in (True, False) if _same(shape, x.stride(), s := _strides(shape, last))), None)
-    position = call.kind == "position"
-    if strides is None or x.numel() > _MOST_ELEMENTS or (position and geometry.exceeds(size)):
+    last = _same(x.shape, x.stride(), _strides(x.shape, True))
+    strides = _strides(x.shape, last)
+    if not _same(x.shape, x.stride(), strides):
         return None
-    last = strides == _strides(shape, True)
     outputs, axes = geometry.output_size(size), [1, 1, 1, 1, 0, 1, 0] * (3 - len(size))
     for axis, n in enumerate(size):
         stride, padding, dilation = geometry.stride[axis], geometry.padding[axis][0], geometry.dilation[axis]
         axes += [n, outputs[axis], geometry.kernel[axis], stride, padding, dilation, geometry.transposed]
-    count = float(samples * geometry.divisor(size, call.kind))
-    packed = _SAMPLES_SHAPE.pack(samples, channels, last, position, call.options.centred, *axes, count)
-    return _Layout(packed, strides)
+    divisor = float(count * geometry.divisor(size, call.kind))
+    packed = _SAMPLES.pack(count, channels, last, position, centred, *axes, divisor)
+    return _Expected(x.dtype, tuple(x.shape), strides, optional=True), packed
 
 
-def _call(name: str, types: tuple[torch.dtype, torch.dtype], arguments: bytes) -> None:
-    if _functions[name, types](arguments):
-        raise MemoryError(f"no memory left for the {name} pass of a balanced layer")
+def _averages(running: Running, weight: _Weight, call: Call) -> tuple[tuple[_Expected, ...], bytes] | None:
+    """The layout of moving averages, or ``None`` if torch operations have to move them."""
+    (mean, mass, batches), shape = running, weight.averages
+    channels, taps, momentum = shape[1], math.prod(shape[2:]), call.options.momentum
+    if batches is None or batches.dtype != torch.int64 or not (mean.dtype == mass.dtype == weight.real):
+        return None
+    for last in (False, True):
+        strides = _strides(shape, last)
+        if all(_same(shape, buffer.stride(), strides) for buffer in (mean, mass)):
+            by_input, by_tap = (1, channels) if last else (taps, 1)
+            average = _Expected(weight.real, shape, strides, optional=True)
+            counter = _Expected(torch.int64, tuple(batches.shape), (1,) * batches.dim(), optional=True)
+            packed = _AVERAGES.pack(by_input, by_tap, -1.0 if momentum is None else momentum)
+            return (average, average, counter), packed
+    return None  # a part of a larger tensor
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
@@ -383,6 +428,10 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, f"torch: the native kernels could not be loaded ({error})"
     if not hasattr(library, "balnorm_interface") or library.balnorm_interface() != INTERFACE:
         return None, "torch: the native kernels are those of another version of balnorm: install it again"
+    functions = tensor_functions()
+    if functions is None:
+        return None, f"torch: torch {torch.__version__} does not let C read tensors"
+    library.balnorm_use_torch(struct.pack(f"={len(functions)}q", *functions))
     library.balnorm_saved_size.argtypes, library.balnorm_saved_size.restype = [ctypes.c_char_p], ctypes.c_int64
     pool = thread_pool()
     if pool is None:
@@ -394,13 +443,19 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 def _bind(library: ctypes.CDLL | None) -> dict[tuple[str, tuple[torch.dtype, torch.dtype]], Any]:
     """The functions of the library by name and types."""
     functions = {}
-    for name in ("forward", "effective", "backward", "track") if library is not None else ():
+    for name in ("forward", "effective", "backward") if library is not None else ():
         for types, suffix in _COMPILED.items():
             function = getattr(library, f"balnorm_{name}_{suffix}")
-            function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+            function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_char_p], ctypes.c_int
             functions[name, types] = function
     return functions
 
 
 _library, _status = _load()
 _functions = _bind(_library)
+_TYPES = (
+    {}
+    if _library is None
+    else {dtype: type_number(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64)}
+)
+"""Torch's numbers for these types."""

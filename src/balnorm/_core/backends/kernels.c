@@ -1,9 +1,10 @@
 /* The closed form's work on a CPU: what torch would need dozens of small calls and passes for.
 
-   This file needs no header of torch. Tensors arrive as addresses and sizes in one of the structs below, which cpu.py
-   fills in. It checks every size, type and layout, so nothing is checked here. Threads are torch's own, through the
-   address that balnorm_use_threads() gets. Work is divided by its size alone, never by the number of threads, so
-   results are the same, bit for bit, whatever the threads do.
+   This file needs no header of torch. A call gets tensors, and one of the structs below: what cpu.py worked out from
+   shapes and types, and what it expects of each tensor. find() compares the tensor with that and returns its memory;
+   nothing else does. Tensors are read through functions of torch's stable C interface, which balnorm_use_torch() gets.
+   Threads are torch's own, through the address that balnorm_use_threads() gets. Work is divided by its size alone,
+   never by the number of threads, so results are the same, bit for bit, whatever the threads do.
 
    The symbols are those of method.py: mean mu and mass a of the input, shares p, contribution c, v = (w - mean) / c. A
    weight is a matrix with a row for each output kernel; a row holds taps x inputs ("last", the order of channels_last)
@@ -46,7 +47,7 @@ static parallel_for_t parallel_for = one_thread;
 #endif
 
 /* Goes up with every change of what the structs below hold or mean, here and in cpu.py. */
-EXPORT int balnorm_interface(void) { return 4; }
+EXPORT int balnorm_interface(void) { return 6; }
 
 EXPORT void balnorm_use_threads(parallel_for_t address) { parallel_for = address; }
 
@@ -81,60 +82,109 @@ static range_t meets(const axis_t *a, int64_t tap) {
   return r;
 }
 
+/* A weight. */
+typedef struct {
+  int64_t outputs, groups, inputs, taps; /* inputs and taps of one output kernel */
+  int64_t last, position, one_pass, shift;
+} rows_t;
+
 /* The samples whose statistics count, or the gradient that these hand on. */
 typedef struct {
-  int64_t x, dx;                                    /* addresses; dx in backward only */
   int64_t samples, inputs, last, position, centred; /* last: whether channels are the fastest axis */
   axis_t axes[3];                                   /* slowest first; unused ones have one input and one tap */
   double count;                                     /* what turns sums into statistics */
 } samples_t;
 
-/* A weight and its balance. */
+/* What a tensor must be. */
 typedef struct {
-  int64_t weight, gain, scale, saved;    /* addresses; gain and scale may be 0 */
-  int64_t outputs, groups, inputs, taps; /* inputs and taps of one output kernel */
-  int64_t last, position, one_pass, shift;
-} rows_t;
+  int64_t optional, type, item, axes, size[5], stride[5]; /* type: torch's number for it; item: its bytes */
+} expected_t;
 
+/* The tensors that the calls get, in order, and what comes with them. */
+enum { WEIGHT, GAIN, SAVED }; /* in every call; GAIN is optional */
+
+/* EFFECTIVE, of type SAMPLE, is to be written; so is SHIFTED, the bias less sum w'' mu. STATISTICS are the means, then
+   the masses: to be written, or read where there is no X. Behind them, the moving averages as they were, and how many
+   batches were added to them, where there are any: MEAN, MASS and their counter BATCHES. */
+enum { BIAS = 3, SCALE, EFFECTIVE, SHIFTED, STATISTICS, X, MEAN, MASS, BATCHES, FORWARD };
 typedef struct {
+  expected_t tensors[FORWARD]; /* optional: BIAS, SCALE, X, and the averages */
   rows_t rows;
-  int64_t effective, offset; /* to write: weight-sized, of type SAMPLE; a value for each output */
-  int64_t statistics;        /* the means, then the masses: to write, or to read where x is 0 */
   samples_t samples;
-} forward_t;
-
-typedef struct {
-  rows_t rows;
-  int64_t effective; /* to write */
-} effective_t;
-
-typedef struct {
-  rows_t rows;
-  int64_t g, t;        /* dL/dw'' to read, dL/dw to write in its place; the sum of dy for each output */
-  int64_t dgain;       /* to write */
-  int64_t dstatistics; /* to write, as in forward_t; may be 0 */
-  samples_t samples;   /* where to add what comes back through the statistics; x is 0 for nowhere */
-} backward_t;
-
-typedef struct {
-  int64_t means, masses;    /* to read */
-  int64_t mean, mass;       /* moving averages */
-  int64_t batches;          /* their counter */
-  int64_t inputs, taps;
   int64_t by_input, by_tap; /* strides of the moving averages */
   double momentum;          /* below 0: the plain average */
-} track_t;
+} forward_t;
+
+enum { RESULT = 3, EFFECTIVE_ALL };
+typedef struct {
+  expected_t tensors[EFFECTIVE_ALL];
+  rows_t rows;
+} effective_t;
+
+/* G is dL/dw'' to read and dL/dw to write in its place, T the sum of dy for each output. What comes back through the
+   statistics is added to DX, or written to DSTATISTICS, or neither. */
+enum { G = 3, T, DGAIN, DSTATISTICS, X_AGAIN, DX, BACKWARD };
+typedef struct {
+  expected_t tensors[BACKWARD]; /* optional: the last three */
+  rows_t rows;
+  samples_t samples;
+} backward_t;
+
+/* Torch's functions on a tensor, each of which returns 0 if it succeeds. */
+typedef struct {
+  int32_t (*axes)(void *, int64_t *);
+  int32_t (*sizes)(void *, int64_t **);
+  int32_t (*strides)(void *, int64_t **);
+  int32_t (*type)(void *, int32_t *);
+  int32_t (*device)(void *, int32_t *);
+  int32_t (*offset)(void *, int64_t *);
+  int32_t (*storage_size)(void *, int64_t *);
+  int32_t (*address)(void *, void **);
+  int64_t cpu; /* the number of this device */
+} torch_t;
+static torch_t torch;
+
+EXPORT void balnorm_use_torch(const torch_t *functions) { torch = *functions; }
+
+/* The memory of a tensor (its _cdata in Python; 0 for None), if it is as expected, and all of it is there. */
+static int find(int64_t tensor, const expected_t *e, void **address) {
+  void *implementation = (void *)(intptr_t)tensor, *handle = &implementation; /* torch::Tensor is such a pointer */
+  int64_t axes, offset, bytes, last = 0, elements = 1, *sizes, *strides;
+  int32_t type, device;
+  *address = 0;
+  if (!tensor) return e->optional;
+  if (torch.axes(handle, &axes) || axes != e->axes || torch.type(handle, &type) || type != e->type) return 0;
+  if (torch.device(handle, &device) || device != torch.cpu) return 0;
+  if (torch.sizes(handle, &sizes) || torch.strides(handle, &strides)) return 0;
+  for (int64_t i = 0; i < axes; i++) {
+    if (sizes[i] != e->size[i] || (sizes[i] > 1 && strides[i] != e->stride[i])) return 0;
+    last += (sizes[i] - 1) * strides[i];
+    elements *= sizes[i];
+  }
+  if (torch.offset(handle, &offset) || torch.storage_size(handle, &bytes)) return 0;
+  if (elements && bytes < (offset + last + 1) * e->item) return 0; /* its storage was resized */
+  return !torch.address(handle, address) && (*address || !elements);
+}
+
+/* 0, or 1 more than the number of the first tensor that is not as expected. */
+static int find_all(const int64_t *tensors, const expected_t *expected, int count, void **addresses) {
+  for (int i = 0; i < count; i++)
+    if (!find(tensors[i], expected + i, addresses + i)) return i + 1;
+  return 0;
+}
 
 /* What the backward pass needs, apart from tensors that torch keeps anyway: one vector, with these parts. */
 typedef struct {
-  int64_t share, met, inverse_total, inverse_divisor, mean, positive, inverse_contribution, centre, signs, has_signs;
+  int64_t scale, share, met, inverse_total, inverse_divisor, mean, positive, inverse_contribution;
+  int64_t centre, signs, has_signs;
   int64_t size;
 } saved_t;
 
 static saved_t parts(const rows_t *r) {
   int64_t inputs = r->groups * r->inputs, n = inputs * r->taps, d = r->outputs, g = r->groups;
   saved_t s;
-  s.share = 0;
+  s.scale = 0; /* first of all: scale_of() in cpu.py reads it */
+  s.share = s.scale + d;
   s.met = s.share + n;
   s.inverse_total = s.met + (r->position ? n : inputs);
   s.inverse_divisor = s.inverse_total + g;
@@ -150,7 +200,7 @@ static saved_t parts(const rows_t *r) {
 
 EXPORT int64_t balnorm_saved_size(const rows_t *r) { return parts(r).size; }
 
-#define P(type, address) ((type *)(intptr_t)(address))
+#define NO_MEMORY -1
 #define FLOOR 1e-3 /* the smallest divisor of w'', as a part of the mean over the groups */
 
 /* ---- Taps and inputs along one axis ------------------------------------------------------------------------------ */
@@ -399,8 +449,7 @@ static void NAME(sum_planes)(int64_t begin, int64_t end, void *context) { /* her
 }
 
 /* One pass over the samples: both sums of each channel. */
-static int NAME(channel_sums)(const samples_t *m, const REAL *centre, double *first, double *second) {
-  const SAMPLE *x = P(const SAMPLE, m->x);
+static int NAME(channel_sums)(const samples_t *m, const SAMPLE *x, const REAL *centre, double *first, double *second) {
   const axis_t *ax = m->axes;
   int64_t inputs = m->inputs, space = ax[0].n * ax[1].n * ax[2].n, length = m->samples * inputs * space;
   int64_t planes = m->samples * inputs; /* of one channel each; with channels last, one long list of pixels instead */
@@ -408,33 +457,27 @@ static int NAME(channel_sums)(const samples_t *m, const REAL *centre, double *fi
   int64_t repeats = m->last ? length / period : 1;
   int64_t blocks = m->last ? larger(1, smaller(MOST_BLOCKS, repeats * period / WORTH_A_THREAD)) : planes;
   double *totals = calloc(2 * (m->last ? blocks * period : planes), sizeof(double));
-  REAL *pattern = centre && m->last ? malloc(sizeof(REAL) * period) : 0;
-  int failed = !totals || (centre && m->last && !pattern);
+  REAL *pattern = m->last ? malloc(sizeof(REAL) * (period + 2 * inputs)) : 0;
+  int failed = !totals || (m->last && !pattern);
   memset(first, 0, sizeof(double) * inputs);
   memset(second, 0, sizeof(double) * inputs);
-  for (int64_t j = 0; !failed && pattern && j < period; j++) pattern[j] = centre[j % inputs];
-  if (!failed) {
-    NAME(blocks_t) s = {x, pattern ? pattern : centre, repeats, period, blocks, inputs, 0, totals};
-    if (m->last)
-      parallel_for(0, blocks, 1, NAME(sum_blocks), &s);
-    else
-      parallel_for(0, blocks, grain(space), NAME(sum_planes), &s);
+  if (!failed && m->last) {
+    for (int64_t j = 0; centre && j < period; j += inputs) memcpy(pattern + j, centre, sizeof(REAL) * inputs);
+    NAME(blocks_t) s = {x, centre ? pattern : 0, repeats, period, blocks, inputs, 0, totals};
+    parallel_for(0, blocks, 1, NAME(sum_blocks), &s);
     failed = s.failed;
-    if (m->last) {
-      for (int64_t b = 0; b < blocks; b++)
-        for (int64_t j = 0; j < period; j++) {
-          first[j % inputs] += totals[2 * b * period + j];
-          second[j % inputs] += totals[(2 * b + 1) * period + j];
-        }
-      const SAMPLE *rest = x + repeats * period;
-      for (int64_t j = 0; j < length - repeats * period; j++)
-        NAME(sum_run)(rest + j, 1, centre ? centre + j % inputs : 0, first + j % inputs, second + j % inputs);
-    } else {
-      for (int64_t b = 0; b < planes; b++) {
-        first[b % inputs] += totals[2 * b];
-        second[b % inputs] += totals[2 * b + 1];
+    for (int64_t j = 0; j < 2 * blocks * period; j += inputs)
+      add_doubles(j / period % 2 ? second : first, totals + j, inputs);
+    NAME(sum_periods)(x + repeats * period, (length - repeats * period) / inputs, inputs, centre, pattern + period,
+                      pattern + period + inputs, first, second);
+  } else if (!failed) {
+    NAME(blocks_t) s = {x, centre, repeats, period, blocks, inputs, 0, totals};
+    parallel_for(0, blocks, grain(space), NAME(sum_planes), &s);
+    for (int64_t sample = 0; sample < m->samples; sample++)
+      for (int64_t c = 0; c < inputs; c++) {
+        first[c] += totals[2 * (sample * inputs + c)];
+        second[c] += totals[2 * (sample * inputs + c) + 1];
       }
-    }
   }
   free(totals);
   free(pattern);
@@ -442,12 +485,12 @@ static int NAME(channel_sums)(const samples_t *m, const REAL *centre, double *fi
 }
 
 /* Writes mean and mass; with a centred mass also the centre and the mean sign. has_signs: whether signs matter. */
-static int NAME(channel_statistics)(const samples_t *m, REAL *mean, REAL *mass, REAL *centre, REAL *signs,
-                                    REAL *has_signs) {
+static int NAME(channel_statistics)(const samples_t *m, const SAMPLE *x, REAL *mean, REAL *mass, REAL *centre,
+                                    REAL *signs, REAL *has_signs) {
   const axis_t *ax = m->axes;
   int64_t inputs = m->inputs;
   double elements = (double)m->samples * ax[0].n * ax[1].n * ax[2].n, *sums = malloc(sizeof(double) * 2 * inputs);
-  int failed = !sums || NAME(channel_sums)(m, 0, sums, sums + inputs);
+  int failed = !sums || NAME(channel_sums)(m, x, 0, sums, sums + inputs);
   *has_signs = m->centred ? 1 : 0;
   for (int64_t j = 0; !failed && j < inputs; j++) {
     double negative = sums[inputs + j];
@@ -458,7 +501,7 @@ static int NAME(channel_statistics)(const samples_t *m, REAL *mean, REAL *mass, 
     signs[j] = 0;
   }
   if (!failed && m->centred) {
-    failed = NAME(channel_sums)(m, centre, sums, sums + inputs);
+    failed = NAME(channel_sums)(m, x, centre, sums, sums + inputs);
     for (int64_t j = 0; !failed && j < inputs; j++) {
       mass[j] = (REAL)(sums[j] / m->count);
       signs[j] = (REAL)(sums[inputs + j] / elements);
@@ -506,7 +549,7 @@ static void NAME(sum_chunks)(int64_t begin, int64_t end, void *context) {
 }
 
 /* Sum the samples to one image, then reduce one axis after the other to its taps. */
-static int NAME(position_statistics)(const samples_t *m, REAL *mean, REAL *mass, REAL *has_signs) {
+static int NAME(position_statistics)(const samples_t *m, const SAMPLE *x, REAL *mean, REAL *mass, REAL *has_signs) {
   const axis_t *ax = m->axes;
   int64_t inputs = m->inputs, size = inputs * ax[0].n * ax[1].n * ax[2].n;
   int64_t taps = ax[0].k * ax[1].k * ax[2].k, masses = inputs * taps;
@@ -514,7 +557,7 @@ static int NAME(position_statistics)(const samples_t *m, REAL *mean, REAL *mass,
   int failed = !fields || !sums;
   *has_signs = 0;
   if (!failed) {
-    NAME(images_t) s = {P(const SAMPLE, m->x), fields, fields + size, m->samples, size};
+    NAME(images_t) s = {x, fields, fields + size, m->samples, size};
     parallel_for(0, ceiling(size, CHUNK), grain(CHUNK * m->samples), NAME(sum_chunks), &s);
     for (int64_t j = 0; j < size; j++)
       if (fields[size + j] != 0) *has_signs = 1;
@@ -581,13 +624,13 @@ static void NAME(add_planes)(int64_t begin, int64_t end, void *context) {
   }
 }
 
-static int NAME(add_gradient)(const samples_t *m, const REAL *dmean, const REAL *dmass, const REAL *centre,
-                              const REAL *signs, int has_signs) {
+static int NAME(add_gradient)(const samples_t *m, const SAMPLE *x, SAMPLE *dx, const REAL *dmean, const REAL *dmass,
+                              const REAL *centre, const REAL *signs, int has_signs) {
   const axis_t *ax = m->axes;
   int64_t inputs = m->inputs, space = ax[0].n * ax[1].n * ax[2].n, size = inputs * space, length = m->samples * size;
   int64_t taps = m->position ? ax[0].k * ax[1].k * ax[2].k : 1, masses = inputs * taps;
   int planes = !m->position && !m->last;
-  int64_t period = m->position ? size : m->last ? inputs * larger(1, 1024 / inputs) : space;
+  int64_t period = m->position ? size : m->last ? smaller(length, inputs * larger(1, 1024 / inputs)) : space;
   int64_t values = planes ? inputs : period; /* in each of the patterns plus, minus and centre */
   REAL *patterns = malloc(sizeof(REAL) * 3 * values);
   double *sums = m->position ? malloc(sizeof(double) * (masses + 2 * size)) : 0;
@@ -606,17 +649,20 @@ static int NAME(add_gradient)(const samples_t *m, const REAL *dmean, const REAL 
     }
     for (int64_t j = 0; !failed && j < size; j++) middle[j] = 0;
   } else if (!failed) {
-    for (int64_t j = 0; j < values; j++) {
-      int64_t c = j % inputs;
+    for (int64_t c = 0; c < inputs; c++) {
       double da = dmass[c], dmu = dmean[c] - (m->centred ? da * signs[c] : 0);
-      plus[j] = (REAL)((dmu + da) / m->count);
-      minus[j] = (REAL)((dmu - da) / m->count);
-      middle[j] = m->centred ? centre[c] : 0;
+      plus[c] = (REAL)((dmu + da) / m->count);
+      minus[c] = (REAL)((dmu - da) / m->count);
+      middle[c] = m->centred ? centre[c] : 0;
+    }
+    for (int64_t j = inputs; j < values; j++) {
+      plus[j] = plus[j - inputs];
+      minus[j] = minus[j - inputs];
+      middle[j] = middle[j - inputs];
     }
   }
   if (!failed) {
-    const SAMPLE *x = has_signs ? P(const SAMPLE, m->x) : 0;
-    NAME(add_t) s = {P(SAMPLE, m->dx), x, plus, minus, middle, length, period, inputs};
+    NAME(add_t) s = {dx, has_signs ? x : 0, plus, minus, middle, length, period, inputs};
     parallel_for(0, ceiling(length, period), grain(period), planes ? NAME(add_planes) : NAME(add_periods), &s);
   }
   free(patterns);
@@ -631,22 +677,27 @@ static void NAME(move)(REAL *average, REAL value, REAL rate) {
   *average = rate < (REAL)0.5 ? *average + rate * change : value - change * (1 - rate);
 }
 
-EXPORT int NAME(balnorm_track)(const track_t *f) {
-  int64_t *batches = P(int64_t, f->batches);
-  const REAL *means = P(const REAL, f->means), *masses = P(const REAL, f->masses);
-  REAL *mean = P(REAL, f->mean), *mass = P(REAL, f->mass), total = 0;
-  for (int64_t j = 0; j < f->inputs * f->taps; j++) total += masses[j];
-  if (!(fabs((double)total) <= LARGEST)) return 0;
+/* Writes the averages as they were, and how many batches were added: one, or none if this one is not finite. */
+static void NAME(track)(const forward_t *f, const REAL *statistics, REAL *mean, REAL *mass, int64_t *batches,
+                        REAL *before) {
+  const rows_t *r = &f->rows;
+  int64_t inputs = r->groups * r->inputs, taps = r->position ? r->taps : 1, masses = inputs * taps;
+  REAL total = 0;
+  for (int64_t j = 0; j < masses; j++) total += statistics[masses + j];
+  before[2 * masses] = 0;
+  if (!(fabs((double)total) <= LARGEST)) return;
+  before[2 * masses] = 1;
   *batches += 1;
   REAL least = f->momentum < 0 ? 0 : (REAL)f->momentum, plain = *batches ? (REAL)1 / *batches : 1;
   REAL rate = least > plain ? least : plain;
-  for (int64_t c = 0; c < f->inputs; c++)
-    for (int64_t t = 0; t < f->taps; t++) {
-      int64_t to = c * f->by_input + t * f->by_tap;
-      NAME(move)(mean + to, means[c * f->taps + t], rate);
-      NAME(move)(mass + to, masses[c * f->taps + t], rate);
+  for (int64_t c = 0; c < inputs; c++)
+    for (int64_t t = 0; t < taps; t++) {
+      int64_t at = c * f->by_input + t * f->by_tap, j = c * taps + t;
+      before[j] = mean[at];
+      before[masses + j] = mass[at];
+      NAME(move)(mean + at, statistics[j], rate);
+      NAME(move)(mass + at, statistics[masses + j], rate);
     }
-  return 0;
 }
 
 /* ---- Balance ---------------------------------------------------------------------------------------------------- */
@@ -664,25 +715,26 @@ static REAL NAME(inverse)(REAL value) { /* at most so large that products with i
 }
 
 typedef struct {
-  const REAL *w, *gain, *scale;
-  REAL *share, *met, *inverse_total, *inverse_divisor, *mean, *positive, *inverse_contribution;
+  const REAL *w, *gain;
+  REAL *scale, *share, *met, *inverse_total, *inverse_divisor, *mean, *positive, *inverse_contribution;
   REAL *centre, *signs, *has_signs;
   SAMPLE *effective;               /* forward only */
-  REAL *offset;                    /* forward only */
+  const REAL *bias;                /* forward only */
+  SAMPLE *shifted;                 /* forward only */
   REAL *g, *dgain, *columns, *sums; /* backward only: columns of dmass, and of dmean where the mean matters */
   const REAL *t;
   REAL *mu; /* met, in the order of the rows; 0 where the mean does not matter */
   int64_t n, rows_per_group, rows_per_block, blocks_per_group, one_pass, shift;
 } NAME(rows_t);
 
-static NAME(rows_t) NAME(unpack)(const rows_t *r) {
+static NAME(rows_t) NAME(unpack)(void **tensors, const rows_t *r) {
   saved_t at = parts(r);
-  REAL *saved = P(REAL, r->saved);
+  REAL *saved = tensors[SAVED];
   NAME(rows_t) s;
   memset(&s, 0, sizeof(s));
-  s.w = P(const REAL, r->weight);
-  s.gain = P(const REAL, r->gain);
-  s.scale = P(const REAL, r->scale);
+  s.w = tensors[WEIGHT];
+  s.gain = tensors[GAIN];
+  s.scale = saved + at.scale;
   s.share = saved + at.share;
   s.met = saved + at.met;
   s.inverse_total = saved + at.inverse_total;
@@ -703,7 +755,7 @@ static NAME(rows_t) NAME(unpack)(const rows_t *r) {
 }
 
 static REAL NAME(full_gain)(const NAME(rows_t) *s, int64_t d) {
-  return (s->gain ? s->gain[d] : 1) * (s->scale ? s->scale[d] : 1);
+  return s->gain ? s->gain[d] * s->scale[d] : s->scale[d];
 }
 
 /* Where no input is negative and weights are shifted, mean and mass are the same and sum w'' mu = 0: the paper's case.
@@ -788,7 +840,8 @@ static void NAME(balance_rows)(int64_t begin, int64_t end, void *context) {
     inverse = NAME(counts)(contribution, s->mean[d], n) ? 1 / contribution : 0;
     s->inverse_contribution[d] = inverse;
     NAME(scale_row)(w, s->effective + d * n, n, s->mean[d], inverse, factor);
-    s->offset[d] = s->mu ? (REAL)(NAME(sum_met)(w, s->mu + group * n, n, s->mean[d], inverse) * factor) : 0;
+    REAL offset = s->mu ? (REAL)(NAME(sum_met)(w, s->mu + group * n, n, s->mean[d], inverse) * factor) : 0;
+    s->shifted[d] = WRITE((s->bias ? s->bias[d] : 0) - offset);
   }
 }
 
@@ -830,38 +883,50 @@ static void NAME(share_out)(const rows_t *r, NAME(rows_t) *s, const REAL *mean, 
   }
 }
 
-/* Statistics, their shares, and all rows. */
-EXPORT int NAME(balnorm_forward)(const forward_t *f) {
+/* Statistics, their shares, and all rows. These functions return 0, NO_MEMORY, or what find_all() returns. */
+EXPORT int NAME(balnorm_forward)(const int64_t *tensors, const forward_t *f) {
+  void *at[FORWARD];
+  int failed = find_all(tensors, f->tensors, FORWARD, at);
+  if (failed) return failed;
   const rows_t *r = &f->rows;
-  NAME(rows_t) s = NAME(unpack)(r);
+  NAME(rows_t) s = NAME(unpack)(at, r);
   int64_t masses = r->groups * r->inputs * (r->position ? r->taps : 1), inputs = r->groups * r->inputs;
-  REAL *mean = P(REAL, f->statistics), *mass = mean + masses;
-  if (f->samples.x) {
-    if (r->position ? NAME(position_statistics)(&f->samples, mean, mass, s.has_signs)
-                    : NAME(channel_statistics)(&f->samples, mean, mass, s.centre, s.signs, s.has_signs))
-      return 1;
+  REAL *mean = at[STATISTICS], *mass = mean + masses;
+  const SAMPLE *x = at[X];
+  if (x) {
+    if (r->position ? NAME(position_statistics)(&f->samples, x, mean, mass, s.has_signs)
+                    : NAME(channel_statistics)(&f->samples, x, mean, mass, s.centre, s.signs, s.has_signs))
+      return NO_MEMORY;
   } else {
     *s.has_signs = 0;
     for (int64_t j = 0; j < masses; j++)
       if (mean[j] != mass[j]) *s.has_signs = 1;
   }
-  if (!f->samples.x || r->position) {
+  if (!x || r->position) {
     memset(s.centre, 0, sizeof(REAL) * inputs);
     memset(s.signs, 0, sizeof(REAL) * inputs);
   }
   NAME(share_out)(r, &s, mean, mass);
-  if (NAME(lay_out_means)(r, &s)) return 1;
-  s.effective = P(SAMPLE, f->effective);
-  s.offset = P(REAL, f->offset);
+  if (NAME(lay_out_means)(r, &s)) return NO_MEMORY;
+  const REAL *scale = at[SCALE];
+  for (int64_t d = 0; d < r->outputs; d++) s.scale[d] = scale ? scale[d] : 1;
+  s.effective = at[EFFECTIVE];
+  s.bias = at[BIAS];
+  s.shifted = at[SHIFTED];
   parallel_for(0, r->outputs, grain(s.n), NAME(balance_rows), &s);
   free(s.mu);
+  if (at[MEAN] && at[MASS] && at[BATCHES])
+    NAME(track)(f, mean, at[MEAN], at[MASS], at[BATCHES], mean + 2 * masses);
   return 0;
 }
 
 /* The effective weight once more, from what balnorm_forward left. */
-EXPORT int NAME(balnorm_effective)(const effective_t *f) {
-  NAME(rows_t) s = NAME(unpack)(&f->rows);
-  s.effective = P(SAMPLE, f->effective);
+EXPORT int NAME(balnorm_effective)(const int64_t *tensors, const effective_t *f) {
+  void *at[EFFECTIVE_ALL];
+  int failed = find_all(tensors, f->tensors, EFFECTIVE_ALL, at);
+  if (failed) return failed;
+  NAME(rows_t) s = NAME(unpack)(at, &f->rows);
+  s.effective = at[RESULT];
   parallel_for(0, f->rows.outputs, grain(s.n), NAME(scale_rows), &s);
   return 0;
 }
@@ -914,7 +979,7 @@ static void NAME(backward_blocks)(int64_t begin, int64_t end, void *context) {
       REAL gain = NAME(full_gain)(s, d);
       if (s->mu) NAME(subtract_means)(g, w, s->mu + group * n, columns + n, n, mean, inverse, s->t[d], gain);
       NAME(project_row)(g, w, n, mean, inverse, &sum, &sum_v);
-      s->dgain[d] = sum_v * divisor * (s->scale ? s->scale[d] : 1);
+      s->dgain[d] = sum_v * divisor * s->scale[d];
       REAL u = sum_v * divisor * gain, db = sum * divisor * gain - u * s->positive[d];
       s->sums[b] += u;
       if (s->shift)
@@ -945,24 +1010,27 @@ static void NAME(to_statistic)(const rows_t *r, const REAL *columns, REAL factor
   }
 }
 
-EXPORT int NAME(balnorm_backward)(const backward_t *a) {
+EXPORT int NAME(balnorm_backward)(const int64_t *tensors, const backward_t *a) {
+  void *at[BACKWARD];
+  int failed = find_all(tensors, a->tensors, BACKWARD, at);
+  if (failed) return failed;
   const rows_t *r = &a->rows;
-  NAME(rows_t) s = NAME(unpack)(r);
+  NAME(rows_t) s = NAME(unpack)(at, r);
   int64_t blocks = r->groups * s.blocks_per_group, stored = r->position ? r->taps : 1, per_group = r->inputs * stored;
   int64_t masses = r->groups * per_group, shared = r->position ? 1 : r->taps; /* how many taps share a mass */
-  if (NAME(lay_out_means)(r, &s)) return 1;
+  if (NAME(lay_out_means)(r, &s)) return NO_MEMORY;
   int64_t width = s.n * (s.mu ? 2 : 1);
   REAL *work = calloc(blocks * width + blocks + 2 * masses, sizeof(REAL));
   if (!work) {
     free(s.mu);
-    return 1;
+    return NO_MEMORY;
   }
-  s.g = P(REAL, a->g);
-  s.t = P(const REAL, a->t);
-  s.dgain = P(REAL, a->dgain);
+  s.g = at[G];
+  s.t = at[T];
+  s.dgain = at[DGAIN];
   s.columns = work;
   s.sums = work + blocks * width;
-  REAL *dmean = a->dstatistics ? P(REAL, a->dstatistics) : s.sums + blocks, *dmass = dmean + masses;
+  REAL *dmean = at[DSTATISTICS] ? at[DSTATISTICS] : s.sums + blocks, *dmass = dmean + masses;
   memset(dmean, 0, sizeof(REAL) * masses);
   parallel_for(0, blocks, grain(s.n * smaller(s.rows_per_group, s.rows_per_block)), NAME(backward_blocks), &s);
   double through_floor = 0;
@@ -986,9 +1054,9 @@ EXPORT int NAME(balnorm_backward)(const backward_t *a) {
   }
   for (int64_t j = 0; through_floor != 0 && j < masses; j++)
     if (s.inverse_total[j / per_group] != 0) dmass[j] -= (REAL)(FLOOR / r->groups * through_floor * shared);
-  int failed = a->samples.x
-                   ? NAME(add_gradient)(&a->samples, dmean, dmass, s.centre, s.signs, *s.has_signs != 0)
-                   : 0;
+  if (at[DX] && at[X_AGAIN] &&
+      NAME(add_gradient)(&a->samples, at[X_AGAIN], at[DX], dmean, dmass, s.centre, s.signs, *s.has_signs != 0))
+    failed = NO_MEMORY;
   free(work);
   free(s.mu);
   return failed;

@@ -6,10 +6,11 @@ These functions are the contract. Another backend has functions of the same name
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from balnorm._core import method
 from balnorm._core.geometry import Geometry
@@ -17,7 +18,21 @@ from balnorm._core.matrix import WeightMatrix
 from balnorm._core.method import Processes, Rows, Statistics
 from balnorm._core.options import MassKind, Options
 
-__all__ = ["Call", "Forward", "Running", "backward", "copy_of", "effective", "forward", "track"]
+__all__ = [
+    "PLAIN",
+    "Call",
+    "Forward",
+    "Running",
+    "backward",
+    "check_memory",
+    "copy_of",
+    "effective",
+    "forward",
+    "track",
+]
+
+PLAIN = (Tensor, nn.Parameter)
+"""The types of tensors that are nothing but memory. A subclass may only look like a tensor."""
 
 
 class Running(NamedTuple):
@@ -28,8 +43,9 @@ class Running(NamedTuple):
     batches: Tensor | None
 
 
-class Call(NamedTuple):
-    """One call of a layer, apart from its tensors."""
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call of a layer, apart from its tensors. Calls with tensors of the same shapes and types share it."""
 
     geometry: Geometry
     options: Options
@@ -40,6 +56,11 @@ class Call(NamedTuple):
     among: Processes
     takes_statistics: bool
     """Whether the weight is balanced for the statistics of this batch, which then hand a gradient on to it."""
+    outputs: int
+    dtype: torch.dtype
+    """The precision of the convolution."""
+    prepared: dict[Any, Any] = field(default_factory=dict)
+    """What a backend has worked out for it, under keys of its own."""
 
 
 class Forward(NamedTuple):
@@ -50,8 +71,9 @@ class Forward(NamedTuple):
     bias: Tensor
     """The bias less sum w'' mu, (D,), in the same precision."""
     scale: Tensor | None
-    """A copy of the scale: backward may need it after DDP's broadcast has changed the buffer."""
-    statistics: Statistics
+    """A copy of the scale, unless it is in ``saved``: the buffer may have changed before backward, as by DDP."""
+    statistics: Any
+    """What :func:`track` needs of them."""
     saved: tuple[Tensor, ...]
     """What the other two functions need of it."""
     undo: Callable[[], None] | None = None
@@ -155,3 +177,12 @@ def _column(gain: Tensor | None, scale: Tensor | None, like: Tensor) -> Tensor |
     product = gain if scale is None else scale if gain is None else gain.to(like.dtype) * scale.to(like.dtype)
     assert product is not None
     return product.to(like.dtype).view_as(like)
+
+
+def check_memory(*tensors: Tensor | None) -> None:
+    """Refuse tensors that have lost their memory, which torch's own operations do not notice."""
+    for tensor in tensors:
+        if tensor is None or type(tensor) not in PLAIN:
+            continue
+        if not tensor.untyped_storage().nbytes() and tensor.numel():
+            raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} has lost its memory: its storage was resized")
