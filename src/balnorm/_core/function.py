@@ -74,8 +74,10 @@ def balanced_conv(
     # Without gradients and statistics there is nothing to save; the output is then exactly that of the folded layer.
     plain = transformed or options.equalise or not (training or torch.is_grad_enabled())
     backend = backends.torch if plain else backends.choose(x, *tensors)
-    if not transformed:  # C looks at the memory of all that it is given, but the weight may be copied before
-        check_memory(*(tensors[:1] if training and backend is backends.cpu else tensors))
+    if training and backend is backends.cpu:
+        check_memory(weight)  # it may be copied before C looks at the memory of all that it is given
+    elif not transformed:
+        check_memory(*tensors)
     if running is not None and not training:
         # Copies: backward may need them after another forward, or DDP's broadcast, has changed the buffers.
         given = Statistics(running.mean.clone(), running.mass.clone())
@@ -187,12 +189,14 @@ class _BalancedConv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        with without_autocast(autocast_device(dy)):
-            if torch.is_grad_enabled() or is_batched_gradient(dy):
-                # create_graph=True: this gradient will itself be differentiated. Or is_grads_batched=True, which rules
-                # out the closed form's in-place work.
-                return _plain_backward(ctx, dy)
+        # create_graph=True: this gradient will itself be differentiated. Or is_grads_batched=True, which rules out the
+        # closed form's in-place work.
+        plain = torch.is_grad_enabled() or is_batched_gradient(dy)
+        autocast = autocast_device(dy)
+        if autocast is None and not plain:
             return _closed_form_backward(ctx, dy)
+        with without_autocast(autocast):
+            return _plain_backward(ctx, dy) if plain else _closed_form_backward(ctx, dy)
 
 
 def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
