@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import hatch_build
@@ -393,6 +394,22 @@ def test_layers_that_share_shapes_may_differ_in_their_averages():
         layer(x)
         torch.testing.assert_close(layer.running_mean, layers[0].running_mean)
         torch.testing.assert_close(layer.running_mass.float(), layers[0].running_mass)
+
+
+def test_layers_of_one_shape_may_run_in_many_threads():
+    """They share what was worked out for this shape, and nothing else."""
+
+    layers = [balnorm.BalNormConv2d(3, 4, 3) for _ in range(40)]
+    x = torch.rand(2, 3, 9, 7, requires_grad=True)
+
+    def gradients(layer):
+        return torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+
+    expected = [gradients(layer) for layer in layers]
+    function._calls.clear()
+    with ThreadPoolExecutor(4) as pool:
+        for found, right in zip(pool.map(gradients, layers), expected, strict=True):
+            assert all(map(torch.equal, found, right))
 
 
 def test_given_statistics_are_those_of_the_batch():

@@ -48,6 +48,7 @@ _COMPILED = {
     (torch.float64, torch.float64): "double",
 }
 """The types REAL and SAMPLE that kernels.c is compiled for, and the suffix of its functions."""
+_MOST_PLANS = 20
 _MOST_ELEMENTS = 2**48
 """More than any memory holds, and so few that no product of sizes overflows in C."""
 
@@ -347,14 +348,12 @@ def _forward_plan(x: Tensor, matrix: WeightMatrix, running: Running | None, call
         *averages,
     )
     sizes: dict[str, Any] = {"statistics": statistics, "takes_samples": found is not None, "tracks": tracks}
-    plan = call.prepared[key] = weight.plan("forward", expected, layout, moving, **sizes)
-    return plan
+    return _keep(call, key, weight.plan("forward", expected, layout, moving, **sizes))
 
 
 def _effective_plan(matrix: WeightMatrix, call: Call, dtype: torch.dtype) -> _Plan:
     weight = _Weight(matrix, dtype, call)
-    plan = call.prepared[dtype] = weight.plan("effective", (*weight.first(), weight.weight(weight.low)))
-    return plan
+    return _keep(call, dtype, weight.plan("effective", (*weight.first(), weight.weight(weight.low))))
 
 
 def _backward_plan(
@@ -370,7 +369,13 @@ def _backward_plan(
     # A hook may have returned x in another layout. C adds to dx.
     expected = (*weight.first(), weight.weight(weight.real), vector, dgain, dstatistics)
     expected += (samples._replace(copy=True), samples)
-    plan = weight.plan("backward", expected, layout, statistics=weight.statistics, takes_samples=found is not None)
+    sizes: dict[str, Any] = {"statistics": weight.statistics, "takes_samples": found is not None}
+    return _keep(call, key, weight.plan("backward", expected, layout, **sizes))
+
+
+def _keep(call: Call, key: object, plan: _Plan) -> _Plan:
+    if len(call.prepared) >= _MOST_PLANS:  # averages with ever new strides
+        call.prepared.clear()
     call.prepared[key] = plan
     return plan
 
