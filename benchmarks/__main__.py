@@ -12,6 +12,7 @@ import datetime as dt
 import functools
 import itertools
 import platform
+import runpy
 import statistics
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from balnorm.bench.profiling import interleaved, ratio, saved_bytes, training_st
 from balnorm.bench.recipes import get_recipe
 from balnorm.bench.training import images, learner, trainer
 from balnorm.bench.training.processor import ProcessorError, check_precision
-from benchmarks.memory import peak_memory_of_step
+from benchmarks.memory import VOLUMES, largest_cube, peak_memory_of_step
 from benchmarks.networks import METHODS, NETWORKS
 from benchmarks.zoo import TIMM, TORCHVISION, as_trained, build, exactness, import_timm, trial
 
@@ -336,6 +337,22 @@ def memory(rounds: int) -> Iterable[str]:  # noqa: ARG001
     )
 
 
+def cubes(rounds: int) -> Iterable[str]:  # noqa: ARG001
+    """The largest cube that a 3D U-Net trains on in 4 GiB."""
+    unet, size = runpy.run_path(str(VOLUMES))["UNet"], (36, 52, 36)
+    yield "## Cubes\n"
+    yield "The U-Net of examples/volumes.py in batches of two: what it keeps for the backward pass of volumes of"
+    yield f"{' x '.join(map(str, size))} voxels, and the edge of the largest cube (a multiple of 4) on which two"
+    yield "training steps have a peak of at most 4 GiB in a process of their own, all resident memory included.\n"
+    rows = []
+    for norm in ("none", "balnorm", "equalised", "batchnorm", "instancenorm", "groupnorm"):
+        kept = saved_bytes(unet(norm), torch.rand(2, 1, *size))
+        edge, peak = largest_cube(norm, 4 * 2**30)
+        rows.append([norm, f"{kept / 2**20:.0f}", str(edge), f"{edge**3 / 1e6:.2f}", f"{peak / 2**20:.0f}"])
+        print(*rows[-1], flush=True)
+    yield from table(["norm", "MiB kept", "largest edge", "million voxels", "peak, MiB"], rows)
+
+
 def profile(rounds: int) -> Iterable[str]:
     """Where a training step spends its time, operation by operation."""
     yield "## Profile"
@@ -526,6 +543,7 @@ def all_networks() -> Iterable[tuple[str, str, int]]:
 PARTS: dict[str, Callable[[int], Iterable[str]]] = {
     "networks": networks,
     "memory": memory,
+    "cubes": cubes,
     "growth": growth,
     "inference": inference,
     "compiled": compiled,
