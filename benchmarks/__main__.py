@@ -36,7 +36,7 @@ from balnorm.bench.recipes import get_recipe
 from balnorm.bench.training import images, learner, trainer
 from balnorm.bench.training.processor import ProcessorError, check_precision
 from benchmarks.memory import VOLUMES, largest_cube, peak_memory_of_step
-from benchmarks.networks import METHODS, NETWORKS
+from benchmarks.networks import COMPILED, METHODS, NETWORKS
 from benchmarks.zoo import TIMM, TORCHVISION, as_trained, build, exactness, import_timm, trial
 
 RESULTS = Path(__file__).parent / "results"
@@ -208,7 +208,7 @@ def compiled(rounds: int) -> Iterable[str]:
         return step
 
     yield "## Networks, torch.compile"
-    for name in list(NETWORKS)[:2]:  # compiling larger ones takes longer than all the rest
+    for name in COMPILED:
         yield from in_channels_last(name, step_of, rounds)
 
 
