@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from balnorm import BalNormConv2d, BalNormLayer, backend
+from balnorm import BalNormConv2d, BalNormLayer, backend, convert
 from balnorm._core.backends import cpu
 from balnorm.bench.data import Images, MemoryLoader, channel_statistics
 from balnorm.bench.profiling import interleaved, ratio, saved_bytes, training_step
@@ -389,6 +389,50 @@ def profile_row(profiler: torch.profiler.profile, steps: int) -> list[str]:
     return [str(small_calls), f"{small:.1f}", f"{convolutions:.1f}", f"{rest:.1f}"]
 
 
+def families(rounds: int) -> Iterable[str]:
+    """Networks with other activations than ReLU, converted: bytes and time with and without balnorm.activations."""
+    batch = 8
+    yield "## Families: bytes kept for backward, and time\n"
+    yield f"{versions()}, 224x224 pixels, batch {batch}, channels_last, converted for training from scratch."
+    yield "Saved-tensor hooks count each storage once, parameters and input left out. BalNorm:"
+    yield "`convert(model, lean=False)`; lean: `convert(model)`. Time of a training step, where anything differs: lean"
+    yield f"against BalNorm (n = {rounds}).\n"
+    yield from table(
+        ["network", "activations", "BatchNorm, MiB", "BalNorm / BatchNorm", "lean / BatchNorm", "replaced", "time"],
+        (family_row(name, batch, rounds) for name in FAMILIES),
+    )
+
+
+FAMILIES = {
+    "resnet50": "ReLU",
+    "densenet121": "ReLU",
+    "regnety_002": "ReLU, gates",
+    "mobilenetv2_100": "ReLU6",
+    "efficientnet_b0": "SiLU, gates",
+}
+
+
+def family_row(name: str, batch: int, rounds: int) -> list[str]:
+    """Count a network's bytes in three forms; time the last two, if they differ."""
+    x = torch.rand(batch, 3, 224, 224).contiguous(memory_format=torch.channels_last)
+    models, kept, replaced = {}, {}, 0
+    for form in ("batchnorm", "balnorm", "lean"):
+        torch.manual_seed(0)
+        model = import_timm().create_model(name)
+        if form != "batchnorm":
+            model, report = convert(model, example_input=x[:1], lean=form == "lean")
+            replaced = len(report.lean)
+        models[form] = model.to(memory_format=torch.channels_last)
+        kept[form] = saved_bytes(models[form], x)
+    time = ""
+    if replaced:
+        steps = {form: training_step(models[form], x) for form in ("balnorm", "lean")}
+        times = interleaved(steps, rounds, warmup=1)
+        time = spread(times["lean"], times["balnorm"])
+    shares = [f"{kept[form] / kept['batchnorm']:.2f}" for form in ("balnorm", "lean")]
+    return [name, FAMILIES[name], f"{kept['batchnorm'] / 2**20:.0f}", *shares, str(replaced), time]
+
+
 def input_pipeline(rounds: int) -> Iterable[str]:
     """Batches from memory, against a training step and against a DataLoader that transforms image by image."""
     random = np.random.default_rng(0)
@@ -544,6 +588,7 @@ PARTS: dict[str, Callable[[int], Iterable[str]]] = {
     "networks": networks,
     "memory": memory,
     "cubes": cubes,
+    "families": families,
     "growth": growth,
     "inference": inference,
     "compiled": compiled,
