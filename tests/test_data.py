@@ -177,19 +177,26 @@ def test_svhn_reads_train_and_extra(tmp_path, monkeypatch):
         savemat(path, {"X": images.transpose(2, 3, 1, 0), "y": y}, do_compression=True)
         files[name] = sets.DataFile("", f"svhn/{name}_32x32.mat", md5(path.read_bytes()))
         parts[name] = images, labels
-    monkeypatch.setattr(sources, "SVHN", (files["train"], files["extra"]))
-    monkeypatch.setattr(sources, "SVHN_TEST", (files["test"],))
-    train = load("svhn", tmp_path, "train")
+    splits = {"train": (files["train"],), "test": (files["test"],)}
+    monkeypatch.setitem(sources.SVHN, "svhn", splits)
+    monkeypatch.setitem(sources.SVHN, "svhn-extra", splits | {"train": (files["train"], files["extra"])})
+    assert np.array_equal(load("svhn", tmp_path, "train").images, parts["train"][0])
+    train = load("svhn-extra", tmp_path, "train")
     assert len(train) == 60
     assert np.array_equal(train.images[30:], parts["extra"][0])
     assert np.array_equal(train.labels[:30], parts["train"][1])
-    assert np.array_equal(load("svhn", tmp_path, "test").labels, parts["test"][1])
-    assert not SETS["svhn"].flip
+    for name in ("svhn", "svhn-extra"):
+        assert np.array_equal(load(name, tmp_path, "test").labels, parts["test"][1])
+        assert not SETS[name].flip
+    (tmp_path / "svhn" / "extra_32x32.mat").unlink()
+    assert len(load("svhn", tmp_path, "train")) == 30
+    with pytest.raises(DataError, match=r"extra_32x32.mat.*svhn-extra"):
+        load("svhn-extra", tmp_path, "train")
     hostile = pickle.dumps({"X": 1})
     (tmp_path / "svhn" / "test_32x32.mat").write_bytes(hostile)
     with pytest.raises(DataError, match="its MD5 is not"):
         load("svhn", tmp_path, "test")
-    monkeypatch.setattr(sources, "SVHN_TEST", (dataclasses.replace(files["test"], md5=md5(hostile)),))
+    monkeypatch.setitem(splits, "test", (dataclasses.replace(files["test"], md5=md5(hostile)),))
     with pytest.raises(DataError, match=r"test_32x32.mat is damaged"):
         load("svhn", tmp_path, "test")
     path = tmp_path / "svhn" / "test_32x32.mat"
@@ -199,7 +206,7 @@ def test_svhn_reads_train_and_extra(tmp_path, monkeypatch):
         (np.zeros((32, 32, 3, 9), np.uint8), 8, "9 images and 8 labels"),
     ):
         savemat(path, {"X": pixels, "y": np.ones((labels, 1), np.uint8)})
-        monkeypatch.setattr(sources, "SVHN_TEST", (dataclasses.replace(files["test"], md5=md5(path.read_bytes())),))
+        monkeypatch.setitem(splits, "test", (dataclasses.replace(files["test"], md5=md5(path.read_bytes())),))
         with pytest.raises(DataError, match=message):
             load("svhn", tmp_path, "test")
 
@@ -326,8 +333,8 @@ def test_hostile_mat_files_are_damaged(tmp_path, monkeypatch, kind):
     (tmp_path / "svhn").mkdir()
     path = tmp_path / "svhn" / "test_32x32.mat"
     savemat(path, HOSTILE_MAT[kind])
-    file = dataclasses.replace(sources.SVHN_TEST[0], md5=md5(path.read_bytes()))
-    monkeypatch.setattr(sources, "SVHN_TEST", (file,))
+    file = dataclasses.replace(sources.SVHN["svhn"]["test"][0], md5=md5(path.read_bytes()))
+    monkeypatch.setitem(sources.SVHN["svhn"], "test", (file,))
     with pytest.raises(DataError, match="is damaged"):
         load("svhn", tmp_path, "test")
 

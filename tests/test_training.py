@@ -121,7 +121,7 @@ def test_the_papers_numbers():
     preact = get_recipe("cifar10-preact152")
     assert preact == replace(mixed, name=preact.name, model="preact_resnet152", depth=None, width=64)
     assert get_recipe("cifar100-preact152") == replace(preact, name="cifar100-preact152", data="cifar100")
-    assert get_recipe("svhn-wrn") == replace(mixed, name="svhn-wrn", data="svhn", epochs=160, drops=(80, 120))
+    assert get_recipe("svhn-wrn") == replace(mixed, name="svhn-wrn", data="svhn-extra", epochs=160, drops=(80, 120))
     short = get_recipe("cifar10-short")
     assert short == replace(mixed, name="cifar10-short", epochs=30, schedule="onecycle", drops=())
     large = get_recipe("imagenet-resnet50")

@@ -67,7 +67,7 @@ def svhn_wrn() -> Recipe:
     return replace(
         cifar10_wrn_mixup(),  # "WRN with manifold mixup alpha = 6"
         name="svhn-wrn",
-        data="svhn",
+        data="svhn-extra",
         epochs=160,  # the paper gives the drops but not the end; 160 keeps the proportions
         drops=(80, 120),
     )

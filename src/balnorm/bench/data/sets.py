@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["CIFAR", "DIGITS", "FASHION", "IDX", "SETS", "SVHN", "SVHN_TEST", "DataFile", "DataSet", "Split"]
+__all__ = ["CIFAR", "DIGITS", "FASHION", "IDX", "SETS", "SVHN", "DataFile", "DataSet", "Split"]
 
 Split = Literal["train", "test"]
 
@@ -84,11 +84,13 @@ CIFAR: dict[str, tuple[str, DataFile, int, dict[Split, dict[str, str | None]], t
         tuple(f"class {label}" for label in range(100)),
     ),
 }
-SVHN = (
-    DataFile(f"{_STANFORD}/train_32x32.mat", "svhn/train_32x32.mat", "e26dedcc434d2e4c54c9b2d4a06d8373"),
-    DataFile(f"{_STANFORD}/extra_32x32.mat", "svhn/extra_32x32.mat", "a93ce644f1a588dc4d68dda5feec44a7"),
-)
-SVHN_TEST = (DataFile(f"{_STANFORD}/test_32x32.mat", "svhn/test_32x32.mat", "eb5a983be6a315427106f1b164d9cef3"),)
+_SVHN_TRAIN = DataFile(f"{_STANFORD}/train_32x32.mat", "svhn/train_32x32.mat", "e26dedcc434d2e4c54c9b2d4a06d8373")
+_SVHN_EXTRA = DataFile(f"{_STANFORD}/extra_32x32.mat", "svhn/extra_32x32.mat", "a93ce644f1a588dc4d68dda5feec44a7")
+_SVHN_TEST = DataFile(f"{_STANFORD}/test_32x32.mat", "svhn/test_32x32.mat", "eb5a983be6a315427106f1b164d9cef3")
+SVHN: dict[str, dict[Split, tuple[DataFile, ...]]] = {
+    "svhn": {"train": (_SVHN_TRAIN,), "test": (_SVHN_TEST,)},
+    "svhn-extra": {"train": (_SVHN_TRAIN, _SVHN_EXTRA), "test": (_SVHN_TEST,)},
+}
 
 
 def _idx_files(name: str, address: str, *md5s: str) -> tuple[DataFile, ...]:
@@ -121,7 +123,7 @@ IDX = {
 
 SETS: dict[str, DataSet] = {
     **{name: DataSet("cifar", (entry[1],), 3, 32, len(entry[4]), flip=True) for name, entry in CIFAR.items()},
-    "svhn": DataSet("svhn", (*SVHN, *SVHN_TEST), 3, 32, 10, flip=False),
+    **{name: DataSet("svhn", (*files["train"], *files["test"]), 3, 32, 10, flip=False) for name, files in SVHN.items()},
     "mnist": DataSet("idx", IDX["mnist"], 1, 28, 10, flip=False),
     "fashion-mnist": DataSet("idx", IDX["fashion-mnist"], 1, 28, 10, flip=True),
     "digits": DataSet("digits", (), 1, 8, 10, flip=False),

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from balnorm.bench.data.sets import CIFAR, DIGITS, FASHION, IDX, SETS, SVHN, SVHN_TEST, Split
+from balnorm.bench.data.sets import CIFAR, DIGITS, FASHION, IDX, SETS, SVHN, Split
 from balnorm.bench.errors import Failure
 
 __all__ = ["DataError", "ImageSpec", "Images", "channel_statistics", "load", "stratified"]
@@ -269,11 +269,11 @@ def _read_cifar(root: Path, split: Split, name: str) -> Images:
 
 
 def _read_svhn(root: Path, split: Split, name: str) -> Images:
-    """MATLAB files with X (32, 32, 3, N) and y (N, 1), where 10 means the digit 0. Training includes "extra"."""
+    """MATLAB files with X (32, 32, 3, N) and y (N, 1), where 10 means the digit 0."""
     from scipy.io import loadmat
 
     images, labels = [], []
-    for file in SVHN if split == "train" else SVHN_TEST:
+    for file in SVHN[name][split]:
         path = _find(root, name, file.path)
         contents = _check_md5(_read(path), file.md5, path)
         try:
