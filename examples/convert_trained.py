@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from balnorm import convert, freeze_stats, param_groups
+from balnorm import convert, freeze_stats, param_groups, unfreeze_stats
 from balnorm.bench.errors import Failure
 from balnorm.bench.export import load_saved
 from balnorm.bench.training.images import make_loaders
@@ -44,11 +44,10 @@ def accuracy(model):
     return 100 * torch.cat(right).mean().item()
 
 
-def fine_tuned(model, lr, freeze=None):
+def fine_tuned(model, lr, freeze=unfreeze_stats):
     """A copy after one more epoch, the learning rate going down to 0 in a cosine."""
     model = copy.deepcopy(model).train()
-    if freeze:
-        freeze(model)
+    freeze(model)
     optimizer = torch.optim.SGD(param_groups(model, saved.recipe.weight_decay), lr=lr, momentum=0.9)
     for step, (images, labels) in enumerate(train.epoch(saved.recipe.epochs)):
         for group in optimizer.param_groups:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 
-from balnorm import convert, fold, freeze_stats, param_groups
+from balnorm import convert, fold, param_groups
 
 torch.manual_seed(0)
 data = load_digits()
@@ -40,10 +40,10 @@ train(model, images[old], labels[old], lr=0.05, batch_size=64, steps=150)
 model, report = convert(model.eval(), example_input=images[old][:256])
 print(report)
 
-# Give it a new head and train it. The statistics of four images say little: keep those that it has.
+# Give it a new head and train it. The statistics of four images say little: it keeps those of the conversion.
 model[-1] = nn.Linear(128, 5)
 test, rest = new.nonzero().flatten().split([200, int(new.sum()) - 200])
-train(freeze_stats(model.train()), images[rest], labels[rest] - 5, lr=0.01, batch_size=4, steps=300)
+train(model.train(), images[rest], labels[rest] - 5, lr=0.01, batch_size=4, steps=300)
 
 # Plain convolutions, ready for anything that knows torch or ONNX.
 deployed = fold(model.eval())

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from balnorm import convert, fold, freeze_stats, param_groups
+from balnorm import convert, fold, param_groups, unfreeze_stats
 
 # The five ways to train on. The learning rate is that of batches of 16. Smaller batches get proportionally less, and
 # the folded network, which has nothing left to normalise it, a twentieth.
@@ -85,7 +85,7 @@ def prepare(norm: str, images: Tensor) -> nn.Module:
     model, _ = convert(model, example_input=map(scaled, some.split(32)))
     if norm == "folded":
         return fold(model)
-    return freeze_stats(model) if norm == "balnorm-frozen" else model
+    return unfreeze_stats(model) if norm == "balnorm" else model  # a converted network is frozen
 
 
 @torch.no_grad()

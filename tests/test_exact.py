@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, TensorDataset
 
-from balnorm import BalNormLayer, BalNormWarning, ChannelAffine, convert, fold
+from balnorm import BalNormLayer, BalNormWarning, ChannelAffine, convert, fold, unfreeze_stats
 
 
 class Steps(nn.Module):
@@ -280,7 +280,7 @@ def test_gain_shift_and_statistics_learn_as_those_of_the_norm():
     assert (layer.momentum, layer.shift, layer.num_batches_tracked.item()) == (momentum, False, 20)
     torch.testing.assert_close(layer.running_mean.flatten(), layer_mean(x, 3))
     before = layer.running_mass.clone()
-    layer.train()(10 * x)
+    unfreeze_stats(layer).train()(10 * x)
     torch.testing.assert_close(layer.running_mass, before + momentum * 9 * before)  # not replaced by the first batch
 
 
@@ -300,17 +300,21 @@ def test_a_norm_without_a_learned_shift_leaves_none():
     assert not convert(affine, example_input=x)[0][0].bias.requires_grad
 
 
-def test_frozen_norms_stay_frozen():
-    """In eval mode beside layers in training mode: the usual way to fine-tune on few images."""
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_converted_network_trains_with_the_statistics_of_its_images(frozen):
+    """Whether its norms were frozen or not: that is the best way to fine-tune."""
     model, x = trained("2d")
+    expected = model(3 * x).detach()
     model.train()
-    model[1].eval()
+    if frozen:
+        model[1].eval()
     convert(model, example_input=x)
-    assert [module.stats_frozen for module in model if isinstance(module, BalNormLayer)] == [True, False]
     assert model.training
-    everything, x = trained("2d")
-    convert(everything, example_input=x)  # a model in eval mode is not a frozen one
-    assert not everything[0].stats_frozen
+    torch.testing.assert_close(model(3 * x).detach(), expected)
+    torch.testing.assert_close(model.eval()(3 * x).detach(), expected)
+    unfreeze_stats(model.train())
+    assert not torch.allclose(model(3 * x), expected)
+    assert not torch.allclose(model.eval()(3 * x), model.train()(3 * x))
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -331,6 +335,7 @@ def test_a_new_head_is_trained_from_scratch():
     head = nn.Sequential(conv(4, 4), nn.BatchNorm2d(4))
     model, report = convert(nn.Sequential(*backbone, nn.ReLU(), *head), example_input=x)
     assert [model[i].shift for i in (0, 3, 6)] == [False, False, "auto"]
+    assert [model[i].stats_frozen for i in (0, 3, 6)] == [True, True, False]
     assert torch.equal(model[6].gain, torch.ones(4))
     assert report.proof is None  # its outputs are not those of the original
 

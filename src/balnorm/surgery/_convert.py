@@ -133,7 +133,8 @@ def convert(
     running mean other than 0 or a running variance other than 1. Give a few hundred images of the kind that it was
     trained on as ``example_input``: they supply the statistics of the balanced layers, and ``convert`` compares the
     outputs of both networks. ``report.proof`` has the result, and a difference that is more than rounding is a warning.
-    A norm that no convolution precedes becomes a :class:`~balnorm.ChannelAffine`.
+    A norm that no convolution precedes becomes a :class:`~balnorm.ChannelAffine`. The statistics are frozen: training
+    uses them too, until :func:`unfreeze_stats` lets them follow the batches.
 
     **A network to be trained from scratch** gets the paper's layers. In a pre-activation network, where a norm follows
     a sum, the norm belongs to the convolutions that it feeds. Layers whose input can be negative, according to the data
@@ -342,8 +343,7 @@ def _balanced_layer(layer: nn.Module, decision: Balanced, options: LayerKeywords
             with torch.no_grad():
                 balanced.gain.copy_(norm.weight)
             balanced.gain.requires_grad_(isinstance(balanced.gain, nn.Parameter) and norm.weight.requires_grad)
-    # A norm in eval mode beside a layer in training mode is frozen, and so is what replaces both.
-    balanced.stats_frozen = decision.exact and norm is not None and layer.training and not norm.training
+    balanced.stats_frozen = decision.exact  # with the statistics of its batches, a trained network learns worse
     return balanced
 
 
