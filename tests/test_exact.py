@@ -338,6 +338,7 @@ def test_a_new_head_is_trained_from_scratch():
     assert [model[i].stats_frozen for i in (0, 3, 6)] == [True, True, False]
     assert torch.equal(model[6].gain, torch.ones(4))
     assert report.proof is None  # its outputs are not those of the original
+    assert report.frozen
 
 
 def test_norms_that_keep_no_statistics():
@@ -445,7 +446,8 @@ def test_the_report_shows_the_proof():
     assert report.affine == ["norms.0", "norms.2"]
     assert report.removed == ["norms.1"]
     lines = str(report).splitlines()
-    assert lines[-2] == "3 of 3 layers balanced, 3 of 3 BatchNorms removed (2 became a ChannelAffine)"
+    assert lines[-3] == "3 of 3 layers balanced, 3 of 3 BatchNorms removed (2 became a ChannelAffine)"
+    assert lines[-2] == "statistics frozen: unfreeze_stats(model) lets them follow the batches"
     assert lines[-1].startswith("outputs of 6 samples differ by at most ")
     assert lines[-1].endswith("of the largest, 100.0% of the predictions are equal")
 

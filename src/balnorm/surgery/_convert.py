@@ -69,6 +69,8 @@ class ConversionReport:
     rows: tuple[ConversionRow, ...]
     proof: Proof | None = None
     """How far the outputs of a trained network are from what they were."""
+    frozen: bool = False
+    """Whether balanced layers have frozen statistics, as those of a trained network do."""
 
     @property
     def balanced(self) -> list[str]:
@@ -105,6 +107,7 @@ class ConversionReport:
             + f"{gone} of {norms} BatchNorms removed"
             + (f" ({len(self.affine)} became a ChannelAffine)" if self.affine else "")
             + (f", {len(self.lean)} activations keep less for backward" if self.lean else "")
+            + ("\nstatistics frozen: unfreeze_stats(model) lets them follow the batches" if self.frozen else "")
             + (f"\n{self.proof}" if self.proof else "")
         )
 
@@ -302,7 +305,8 @@ def _report(
     ]
     order = {name: place for place, name in enumerate(names.values())}
     rows.sort(key=lambda row: order[row.layer])
-    return ConversionReport(tuple(rows), proof)
+    frozen = any(isinstance(decision, Balanced) and decision.exact for decision in decisions.values())
+    return ConversionReport(tuple(rows), proof, frozen)
 
 
 def _new(module: nn.Module, decision: Decision, options: LayerKeywords) -> nn.Module | None:
