@@ -66,8 +66,8 @@ def test_shapes_and_mix_points(name, norm):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", ["cifar_resnet", "preact_resnet18", "preact_resnet50", "resnet18", "resnet50"])
-def test_every_norm_fits_every_network(name, norm):
+@pytest.mark.parametrize("name", ["preact_resnet18", "resnet50"])  # the others train with two norms above
+def test_every_norm_fits_both_kinds_of_network(name, norm):
     model = create_model(name, norm, width=8)
     loss = model(torch.rand(2, 3, 64 if name.startswith("resnet") else 32, 64)).square().mean()
     loss.backward()
