@@ -392,7 +392,12 @@ def words_and_positions(svg):
     return re.findall(r">([^<>\n]+)</text>", svg), [float(number) for number in numbers]
 
 
-@pytest.mark.parametrize("name", STUDIES)
+DRAWN = ["batch-sizes", "short-cifar10"]  # one that varies something, and one that does not; the rest is slow
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in DRAWN else [pytest.mark.slow]) for name in STUDIES]
+)
 def test_published_figures_are_those_that_the_code_draws(name, tmp_path):
     """A legend had moved, and the published figures of one study had not: nobody drew them again."""
     report = write_report([RESULTS / name], tmp_path, formats=["svg"])

@@ -218,7 +218,6 @@ def test_the_tutorial_runs(tmp_path):
     assert float(re.search(r"folded: Conv2d, largest difference (\S+)", done.stdout)[1]) < 1e-4
 
 
-@pytest.mark.slow
 def test_the_example_of_fine_tuning_runs(tmp_path):
     command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "fine_tune.py")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}

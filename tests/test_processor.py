@@ -196,6 +196,9 @@ def test_a_run_that_dies_of_an_illegal_instruction_is_told_with_the_remedy(tmp_p
 
 INNER = f"""
 import os, pytest
+@pytest.fixture(autouse=True)
+def _one_thread(): "And no torch, which takes longer to import than all of this."
+_one_thread_for_fixtures = _seed = _one_thread
 def test_the_cap_is_here(): assert os.environ[{CAP!r}] == "AVX512_CORE_BF16"
 @pytest.mark.slow
 def test_slow(): test_the_cap_is_here()

@@ -506,14 +506,15 @@ def test_the_time_of_an_epoch_is_that_of_all_its_parts(tmp_path):
     assert first["seconds"] < hours < second["seconds"]
 
 
-def test_a_changed_recipe_is_refused_by_name(whole):
+def test_a_changed_recipe_is_refused_by_name(whole, capsys):
+    from balnorm.bench.cli import main
+
     with pytest.raises(
         RunError, match=r"a different recipe \(lr: 0.2, was 0.1; epochs: 3, was 2\)|epochs: 3, was 2; lr"
     ):
         train(replace(SMALL, lr=0.2, epochs=3), whole, show=False)
-    process = balnorm("train", "digits", *OPTIONS, "--norm", "none", "--out", str(whole))
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1
+    assert main(["train", "digits", *OPTIONS, "--norm", "none", "--out", str(whole)]) == 1
+    errors = capsys.readouterr().err
     assert "norm: 'none', was 'balnorm'" in errors
     assert "Traceback" not in errors
 
