@@ -34,7 +34,7 @@ from balnorm.bench.data import Images, MemoryLoader, channel_statistics
 from balnorm.bench.profiling import interleaved, ratio, saved_bytes, training_step
 from balnorm.bench.recipes import get_recipe
 from balnorm.bench.training import images, learner, trainer
-from balnorm.bench.training.processor import ProcessorError, check_precision
+from balnorm.bench.training.machine import ProcessorError, check_precision
 from benchmarks.memory import VOLUMES, largest_cube, peak_memory_of_step
 from benchmarks.networks import COMPILED, METHODS, NETWORKS
 from benchmarks.zoo import TIMM, TORCHVISION, as_trained, build, exactness, import_timm, trial

@@ -7,7 +7,7 @@ from importlib.metadata import version
 import hypothesis
 import pytest
 
-from balnorm.bench.training import processor
+from balnorm.bench.training import machine
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True, database=None)
@@ -45,7 +45,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_configure(config):
-    """Before torch is loaded, here and in all processes started from here: limit it to what the processor can do.
+    """Before torch's first convolution, here and in all processes started from here: limit it to what works.
 
     Some processors end torch's own convolutions, and with them the process of the tests. What was found is kept in
     pytest's cache: the trial takes seconds.
@@ -53,22 +53,22 @@ def pytest_configure(config):
     if "PYTEST_XDIST_WORKER" in os.environ:  # which has the environment of the process that started it
         return
     if stand_in := os.environ.pop("BALNORM_TEST_TRIAL", None):  # for the test of this
-        processor.TRIAL = tuple(shlex.split(stand_in))
-        processor.caps = lambda: ["AVX512_CORE_BF16", "AVX2"]
+        machine.TRIAL = tuple(shlex.split(stand_in))
+        machine.caps = lambda: ["AVX512_CORE_BF16", "AVX2"]
     cache = getattr(config, "cache", None)
-    known = [version("torch"), *processor.TRIAL, *processor.caps(), os.environ.get(processor.CAP)]
+    known = [version("torch"), *machine.TRIAL, *machine.caps(), os.environ.get(machine.CAP)]
     found = cache.get("balnorm/processor", {}) if cache else {}
     if found.get("known") != known:
-        defect = processor.find_defect()
+        defect = machine.find_defect()
         found = {"known": known, "defect": defect and vars(defect)}
         if cache:
             cache.set("balnorm/processor", found)
     if found["defect"] is None:
         return
-    defect = processor.Defect(**found["defect"])
+    defect = machine.Defect(**found["defect"])
     if defect.cap is not None:
-        os.environ[processor.CAP] = defect.cap
-    remedy = f"{processor.CAP}={defect.cap}" if defect.cap else f"no {processor.CAP} helps, and tests will die"
+        os.environ[machine.CAP] = defect.cap
+    remedy = f"{machine.CAP}={defect.cap}" if defect.cap else f"no {machine.CAP} helps, and tests will die"
     config.processor = f"processor: torch's own convolutions end in {defect.signal} here: {remedy}"
 
 

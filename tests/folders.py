@@ -16,7 +16,7 @@ def results(study):
     return {
         path.parent.name: [
             {name: value for name, value in record.items() if name not in ("seconds", "peak_memory")}
-            for record in Run(path.parent).records()
+            for record in Run(path.parent).read()
         ]
         for path in sorted(study.glob("runs/*/metrics.jsonl"))
     }

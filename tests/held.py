@@ -38,14 +38,14 @@ def waiting(study):
 
 
 def trainers(folder):
-    """The processes that hold a run's config.json open, and so its lock."""
+    """The processes that hold a run's lock open, and so locked."""
     found = []
     for process in filter(str.isdigit, os.listdir("/proc")):
         try:
             files = [os.readlink(f"/proc/{process}/fd/{fd}") for fd in os.listdir(f"/proc/{process}/fd")]
         except OSError:
             continue
-        if any(file.startswith(str(folder)) and file.endswith("config.json") for file in files):
+        if any(file.startswith(str(folder)) and file.endswith("/lock") for file in files):
             found.append(int(process))
     return found
 
@@ -106,9 +106,10 @@ def _arrive(values):
 
 def main():
     from balnorm.__main__ import main
+    from balnorm.bench import cli
 
     hold_runs()
-    executors.Resources = Resources
+    cli.Resources = Resources
     return main()
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from ray.cluster_utils import Cluster
 
 import held
-from balnorm.bench.cli import main
-from balnorm.bench.study import executors
+from balnorm.bench import cli
 from folders import STUDY
 from held import gate, trainers, wait_until, waiting
 
@@ -34,7 +33,7 @@ def disturb(study, cluster, node):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]).absolute()
-    executors.Resources = held.Resources
+    cli.Resources = held.Resources
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     node = cluster.add_node(num_cpus=1)
     code = 0
@@ -43,6 +42,6 @@ if __name__ == "__main__":
         if what != "nothing":
             gate(study).touch()
             threading.Thread(target=disturb, args=(study, cluster, node), daemon=True).start()
-        code += main([*STUDY, "--out", str(study), "--ray", cluster.address])
+        code += cli.main([*STUDY, "--out", str(study), "--ray", cluster.address])
     cluster.shutdown()
     os._exit(code)

@@ -12,7 +12,6 @@ import sys
 import xml.etree.ElementTree as ET
 import zipfile
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -23,15 +22,15 @@ from balnorm.bench.cli import main
 from balnorm.bench.console import printable
 from balnorm.bench.export import load_saved
 from balnorm.bench.export import test_batch as batch_of_tests
+from balnorm.bench.files import create_atomically
 from balnorm.bench.recipes import get_recipe
 from balnorm.bench.study.display import Display
 from balnorm.bench.study.plots import figure_files
 from balnorm.bench.study.report import write_report
-from balnorm.bench.study.results import Result, Setting, read_results
+from balnorm.bench.study.results import read_results
 from balnorm.bench.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from balnorm.bench.training.config import without_effect
-from balnorm.bench.training.files import create_atomically
-from balnorm.bench.training.run import Run, RunBusyError
+from balnorm.bench.training.run import Run, RunBusyError, Setting
 from balnorm.bench.training.trainer import train
 from folders import make_run
 from held import PATIENCE
@@ -68,7 +67,7 @@ def test_training_goes_on_when_nobody_reads(kind, tmp_path):
     """`balnorm train ... | head -1` stopped after two epochs and called that success."""
     with printing_to(kind):
         assert main(["train", "digits", *SMALL, "--out", str(tmp_path / "run")]) == 0
-    assert len(Run(tmp_path / "run").records()) == 3
+    assert len(Run(tmp_path / "run").read()) == 3
 
 
 @nowhere
@@ -317,7 +316,7 @@ def test_a_state_that_does_not_fit_leaves_the_one_before(interrupted, tmp_path, 
     assert "checkpoint.pt does not fit this run (" in printed
     assert "using the previous one" in printed
     assert "at epoch 2, step 0" in printed
-    ours, theirs = (Run(folder).records()[-1] for folder in (tmp_path / "run", interrupted / "whole"))
+    ours, theirs = (Run(folder).read()[-1] for folder in (tmp_path / "run", interrupted / "whole"))
     assert (ours["epoch"], ours["test_loss"]) == (3, theirs["test_loss"])
 
 
@@ -617,7 +616,8 @@ def test_a_name_is_shown_as_it_is(tmp_path, monkeypatch, name):
 def test_a_setting_is_shown_as_it_is():
     from rich.console import Console
 
-    run = Result(Path("x"), RECIPE, Setting("balnorm", (("name", "[/x]\x1b[2J"),)))
+    run = Run("x", RECIPE)
+    run.setting = Setting("balnorm", (("name", "[/x]\x1b[2J"),))
     with Console(file=io.StringIO(), width=200) as console:
         console.print(Display([run], 1).table())
     assert r"balnorm name=[/x]\x1b[2J" in console.file.getvalue()
@@ -741,13 +741,13 @@ def test_only_a_checkpoint_that_exists_is_called_intact(tmp_path, monkeypatch):
 
 
 def test_what_killed_processes_left_is_removed(tmp_path):
-    run = Run(tmp_path / "run")
-    run.create(RECIPE)
+    run = Run(tmp_path / "run", RECIPE)
+    run.create()
     names = [f"{name}.4711.tmp" for name in ("checkpoint.pt", "metrics.jsonl", "environment.json", "error.txt")]
     for name in [*names, "mine.tmp"]:
         (run.folder / name).write_text("half")
     with run.alone():
-        assert {path.name for path in run.folder.iterdir()} == {"config.json", "mine.tmp"}
+        assert {path.name for path in run.folder.iterdir()} == {"config.json", "lock", "mine.tmp"}
         (run.folder / names[0]).write_text("being written")
         with pytest.raises(RunBusyError), Run(run.folder).alone():  # whoever has the lock may be writing it
             pass
@@ -755,10 +755,10 @@ def test_what_killed_processes_left_is_removed(tmp_path):
 
 
 def test_nothing_is_removed_where_there_are_no_locks(tmp_path, monkeypatch):
-    run = Run(tmp_path / "run")
-    run.create(RECIPE)
+    run = Run(tmp_path / "run", RECIPE)
+    run.create()
     (run.folder / "checkpoint.pt.4711.tmp").write_text("perhaps being written")
-    monkeypatch.setattr("balnorm.bench.training.run.lock", lambda *_, **__: False)
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with run.alone():
         assert (run.folder / "checkpoint.pt.4711.tmp").exists()
 

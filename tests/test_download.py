@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from balnorm.bench.data import DataError, check, download, sets
-from balnorm.bench.data.downloads import _alone, fetch
+from balnorm.bench.data.downloads import fetch
 
 CONTENTS = bytes(range(256)) * 8000
 
@@ -79,7 +79,7 @@ def test_a_download_arrives_whole(server, tmp_path):
     assert path.read_bytes() == CONTENTS
     assert seen[0] == ("set/file.bin", 0, len(CONTENTS))
     assert seen[-1] == ("set/file.bin", len(CONTENTS), len(CONTENTS))
-    assert [p.name for p in path.parent.iterdir()] == ["file.bin"]
+    assert {p.name for p in path.parent.iterdir()} == {"file.bin", "file.bin.lock"}
     fetch(file_at(f"{server}/a"), tmp_path, quiet)
     assert len(Handler.ranges) == 1  # what is there is not fetched again
 
@@ -107,28 +107,13 @@ def test_a_wrong_file_does_not_get_in_place(server, tmp_path):
         DataError, match=r"other than the published file \(its MD5 differs\), which was deleted: try again"
     ):
         fetch(file_at(f"{server}/lies"), tmp_path, quiet)
-    assert list((tmp_path / "set").iterdir()) == []
+    assert [p.name for p in (tmp_path / "set").iterdir()] == ["file.bin.lock"]
     with pytest.raises(DataError, match="404"):
         fetch(file_at(f"{server}/gone"), tmp_path, quiet)
     (tmp_path / "set" / "file.bin").write_bytes(b"mine")
     with pytest.raises(DataError, match="delete or move it"):
         fetch(file_at(f"{server}/a"), tmp_path, quiet)
     assert (tmp_path / "set" / "file.bin").read_bytes() == b"mine"
-
-
-def test_a_lock_that_its_holder_has_removed_keeps_nobody_out(tmp_path, monkeypatch):
-    """Whoever had waited for it, and whoever made a new one, wrote to the same file."""
-    fcntl = pytest.importorskip("fcntl")
-    lock, flock, waits = tmp_path / "lock", fcntl.flock, iter([True, False])
-
-    def flock_after_its_removal(file, operation):
-        flock(file, operation)
-        if next(waits):
-            lock.unlink()
-
-    monkeypatch.setattr(fcntl, "flock", flock_after_its_removal)
-    with _alone(lock), lock.open() as file, pytest.raises(BlockingIOError):
-        flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_a_folder_without_locks_is_good_enough(server, tmp_path, monkeypatch):
@@ -142,7 +127,7 @@ def test_two_at_a_time_fetch_it_once(server, tmp_path):
         done = [pool.submit(fetch, file_at(f"{server}/a"), tmp_path, quiet) for _ in range(4)]
     assert {future.result().read_bytes() for future in done} == {CONTENTS}
     assert len(Handler.ranges) == 1
-    assert [p.name for p in (tmp_path / "set").iterdir()] == ["file.bin"]
+    assert {p.name for p in (tmp_path / "set").iterdir()} == {"file.bin", "file.bin.lock"}
 
 
 def test_a_root_that_cannot_be_used_gives_one_sentence(server, tmp_path):

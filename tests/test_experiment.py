@@ -17,11 +17,11 @@ from PIL import Image
 from balnorm.bench.cli import main
 from balnorm.bench.study.executors import Resources, execute
 from balnorm.bench.study.figures import STYLES, styles_of
-from balnorm.bench.study.metrics import leading, number, shown, worst
-from balnorm.bench.study.results import Result, Setting, read_results
+from balnorm.bench.study.metrics import number, shown, worst
+from balnorm.bench.study.results import read_results
 from balnorm.bench.study.statistics import difference, levels
 from balnorm.bench.training.experiment import Experiment
-from balnorm.bench.training.run import Run
+from balnorm.bench.training.run import Run, leading
 from held import PATIENCE
 
 ROOT = Path(__file__).parent.parent
@@ -71,7 +71,7 @@ def functions(tmp_path, body, signature="norm: str, seed: int, folder"):
 def run_once(file, out, metric=None):
     """One run in this process: how it ended, and its records without what time they took."""
     end = execute(out, Experiment("experiment.py:train", "a", 0, metric), Resources(file=file))
-    records = [{name: value for name, value in each.items() if name != "peak_memory"} for each in Run(out).records()]
+    records = [{name: value for name, value in each.items() if name != "peak_memory"} for each in Run(out).read()]
     return end, [{name: value for name, value in each.items() if name != "seconds"} for each in records]
 
 
@@ -100,7 +100,7 @@ def test_a_run_is_a_folder_as_any_other(study):
         "rate": 0.5,
         "sure": False,
     }
-    records = run.records()
+    records = run.read()
     assert [list(record) for record in records[:-1]] == [["epoch", "train_loss", "dice", "seconds", "peak_memory"]] * 8
     assert records[-1]["last"]
     assert all(record["seconds"] >= 0 and record["peak_memory"] > 2**20 for record in records)
@@ -317,7 +317,7 @@ def test_numbers_may_be_tensors_and_negative(tmp_path):
     end, records = run_once(file, tmp_path / "run")
     assert end == ("finished", "")
     assert records == [{"epoch": 1, "gain": -2.0, "loss": -1.0, "last": True}]
-    assert Result(tmp_path / "run", Run(tmp_path / "run").recipe(), Setting("a")).now().state == "finished"
+    assert Run(tmp_path / "run").look().state == "finished"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -350,10 +350,10 @@ def test_a_run_that_resumes_replaces_only_what_it_repeats(tmp_path, goes_on):
     body += "    yield {'epoch': epoch, 'value': 10 * started + epoch}"
     file, run = functions(tmp_path, body), Run(tmp_path / "run")
     run_once(file, run.folder)
-    before = run.records()
+    before = run.read()
     _, records = run_once(file, run.folder)
     assert [record["value"] for record in records] == [*range(1, goes_on), *range(10 + goes_on, 16)]
-    assert run.records()[: goes_on - 1] == before[: goes_on - 1]  # with the seconds that they took
+    assert run.read()[: goes_on - 1] == before[: goes_on - 1]  # with the seconds that they took
 
 
 def test_a_gap_after_resuming_is_one_sentence(tmp_path):
@@ -460,7 +460,7 @@ def test_experiments_do_not_mix_in_a_pack(tmp_path, capsys):
     ):
         assert run_once(functions(folder, "yield {'value': 1}", signature), folder / "run")[0][0] == "finished"
     other = Run(tmp_path / "b/run")
-    other.config.write_text(json.dumps(other.recipe().fields | {"n": 1}))
+    other.config.write_text(json.dumps(other.recipe.fields | {"n": 1}))
     assert main(["pack", str(tmp_path)]) == 1
     assert "runs of different experiments cannot be packed together" in capsys.readouterr().err
     assert main(["report", str(tmp_path), "--formats", "svg"]) == 0

@@ -12,10 +12,10 @@ import pytest
 
 from balnorm.bench.cli import main
 from balnorm.bench.recipes import get_recipe
-from balnorm.bench.study.grid import plan
 from balnorm.bench.study.packed import read_packed, write_packed
 from balnorm.bench.study.report import write_report
 from balnorm.bench.study.results import read_results
+from balnorm.bench.study.runner import plan
 from balnorm.bench.study.statistics import differences_to, spread
 from balnorm.bench.study.tables import study_tables
 from balnorm.bench.training.run import RunError
@@ -343,7 +343,7 @@ def test_a_disk_that_is_full_leaves_the_packed_study_as_it_was(study, monkeypatc
     assert files_of(study) == before
     monkeypatch.undo()
     assert main(["pack", str(study)]) == 0
-    assert more.recipe() in read_packed(study).runs
+    assert more.recipe in read_packed(study).runs
 
 
 # --------------------------------------------------------------------------------------------------------------------

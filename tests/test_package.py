@@ -30,9 +30,7 @@ LIBRARY = [
     "diagnostics",
 ]
 BENCH = ["bench", "__main__"]  # uses the library, and never the other way round
-SHARED = {
-    "bench/norms/_layers.py": {"balnorm._core.method", "balnorm._core.torch_private"}
-}  # what BalNorm computes too
+SHARED = {"bench/norms.py": {"balnorm._core.method", "balnorm._core.torch_private"}}  # what BalNorm computes too
 ROOMS = {  # the order inside a folder, where it is kept
     "_core": ["torch_private", "options", "geometry", "method", "matrix", "lean", "backends", "function", "__init__"],
     "_core/backends": ["torch", "cpu", "__init__"],
@@ -53,7 +51,7 @@ ROOMS = {  # the order inside a folder, where it is kept
         "norms",
         "models",
         "errors",
-        "locking",
+        "files",
         "console",
         "data",
         "training",
@@ -61,7 +59,6 @@ ROOMS = {  # the order inside a folder, where it is kept
         "profiling",
         "export",
         "study",
-        "commands",
         "cli",
     ],
 }
@@ -69,13 +66,13 @@ OTHERS = {  # what a module may import besides the standard library and this pac
     "diagnostics": {"matplotlib", "torch"},  # matplotlib only inside the function that draws
     "bench/norms": {"torch"},
     "bench/models": {"torch"},
+    "bench/files": {"filelock"},
     "bench/data": {"numpy", "scipy", "sklearn", "PIL", "rich", "torch"},
-    "bench/training": {"torch", "rich"},
+    "bench/training": {"filelock", "torch", "rich"},
     "bench/profiling": {"torch"},
     "bench/export": {"torch"},
     "bench/study": {"jinja2", "matplotlib", "numpy", "ray", "rich", "torch"},
-    "bench/commands": {"torch", "tyro"},
-    "bench/cli": {"tyro"},
+    "bench/cli": {"torch", "tyro"},
 }
 
 

@@ -16,9 +16,9 @@ from balnorm.bench.cli import main
 from balnorm.bench.recipes import get_recipe
 from balnorm.bench.study import executors
 from balnorm.bench.study.executors import LocalExecutor, Resources
-from balnorm.bench.study.grid import plan
-from balnorm.bench.training import processor
-from balnorm.bench.training.processor import CAP, Defect, find_defect
+from balnorm.bench.study.runner import plan
+from balnorm.bench.training import machine as machine_module
+from balnorm.bench.training.machine import CAP, Defect, find_defect
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no signals")
 TINY = ["--epochs", "1", "--width", "4", "--train-limit", "64", "--device", "cpu"]
@@ -38,10 +38,10 @@ def machine(monkeypatch):
     torch.conv2d(torch.ones(2, 16, 8, 8), torch.ones(16, 16, 3, 3))
     LocalExecutor(1, Resources())
     monkeypatch.delenv(CAP, raising=False)
-    monkeypatch.setattr(processor, "caps", lambda: CAPS)
-    processor.remedy_after.cache_clear()
-    yield lambda trial: monkeypatch.setattr(processor, "TRIAL", trial)
-    processor.remedy_after.cache_clear()
+    monkeypatch.setattr(machine_module, "caps", lambda: CAPS)
+    machine_module.remedy_after.cache_clear()
+    yield lambda trial: monkeypatch.setattr(machine_module, "TRIAL", trial)
+    machine_module.remedy_after.cache_clear()
 
 
 @pytest.fixture
@@ -83,16 +83,16 @@ def test_caps_are_those_below_what_the_processor_has(monkeypatch, tmp_path):
         "sse4_1": [],
     }.items():
         cpuinfo.write_text(f"model name\t: amx_bf16 in name only\nflags\t\t: {flags}\n")
-        assert processor.caps(cpuinfo) == caps
+        assert machine_module.caps(cpuinfo) == caps
     monkeypatch.setattr("platform.machine", lambda: "arm64")
-    assert processor.caps(tmp_path / "nowhere") == []
+    assert machine_module.caps(tmp_path / "nowhere") == []
     monkeypatch.setattr("platform.machine", lambda: "AMD64")
-    assert processor.caps(tmp_path / "nowhere")[0] == "AVX512_CORE_AMX_FP16"
+    assert machine_module.caps(tmp_path / "nowhere")[0] == "AVX512_CORE_AMX_FP16"
 
 
 def test_a_processor_with_nothing_to_cap_is_not_tried(machine, monkeypatch):
     machine(dying())
-    monkeypatch.setattr(processor, "caps", list)
+    monkeypatch.setattr(machine_module, "caps", list)
     assert find_defect() is None
 
 
@@ -101,7 +101,7 @@ def test_the_trial_is_torchs_convolutions():
     count = "import torch, collections; seen = collections.Counter(); run = torch.Tensor.backward\n"
     count += "def backward(tensor): seen[str(tensor.dtype)] += 1; run(tensor)\n"
     count += "torch.Tensor.backward = backward\n"
-    program = f"{count}{processor.TRIAL[-1]}\nprint(dict(seen))"
+    program = f"{count}{machine_module.TRIAL[-1]}\nprint(dict(seen))"
     done = subprocess.run(
         [sys.executable, "-c", program, "float32", "bfloat16", "float16"], capture_output=True, text=True, check=False
     )
@@ -111,7 +111,7 @@ def test_the_trial_is_torchs_convolutions():
 
 def test_nothing_here_imports_torch():
     """Which would be too late for the cap."""
-    program = "import sys, balnorm.bench.training.processor; assert 'torch' not in sys.modules"
+    program = "import sys, balnorm.bench.training.machine; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
@@ -153,28 +153,28 @@ def test_a_task_on_a_cluster_is_tried_on_its_own_machine(tmp_path):
 
 
 def test_neither_float32_nor_a_gpu_is_tried(monkeypatch):
-    monkeypatch.setattr(processor, "find_defect", pytest.fail)
-    processor.check_precision("float32", "cpu")
-    processor.check_precision("bfloat16", "cuda:1")
+    monkeypatch.setattr(machine_module, "find_defect", pytest.fail)
+    machine_module.check_precision("float32", "cpu")
+    machine_module.check_precision("bfloat16", "cuda:1")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    processor.check_precision("bfloat16", None)
+    machine_module.check_precision("bfloat16", None)
 
 
 @pytest.mark.usefixtures("defective")
 def test_without_a_device_the_cpu_is_tried_where_there_is_no_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(processor.ProcessorError, match="AVX512_CORE_BF16"):
-        processor.check_precision("float16", None)
+    with pytest.raises(machine_module.ProcessorError, match="AVX512_CORE_BF16"):
+        machine_module.check_precision("float16", None)
 
 
 def test_a_process_that_died_is_answered_with_the_remedy_where_there_is_one(machine):
     machine(["true"])
-    assert processor.remedy_after(signal.SIGSEGV) is None
-    assert processor.remedy_after(signal.SIGILL) == "set ONEDNN_MAX_CPU_ISA=AVX2 in the environment"
-    processor.remedy_after.cache_clear()
+    assert machine_module.remedy_after(signal.SIGSEGV) is None
+    assert machine_module.remedy_after(signal.SIGILL) == "set ONEDNN_MAX_CPU_ISA=AVX2 in the environment"
+    machine_module.remedy_after.cache_clear()
     machine(dying("AVX512_CORE"))
-    assert processor.remedy_after(signal.SIGSEGV) == "set ONEDNN_MAX_CPU_ISA=AVX512_CORE in the environment"
-    assert processor.remedy_after(signal.SIGKILL) is None
+    assert machine_module.remedy_after(signal.SIGSEGV) == "set ONEDNN_MAX_CPU_ISA=AVX512_CORE in the environment"
+    assert machine_module.remedy_after(signal.SIGKILL) is None
 
 
 def _die(*_):

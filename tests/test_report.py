@@ -6,7 +6,6 @@ import json
 import math
 import re
 import statistics as stdlib
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -659,12 +658,6 @@ def test_the_command_prints_tables_and_the_page(study, capsys):
     assert printed.out.strip().endswith("report/index.html")
     assert "<title>Mine</title>" in (study / "report" / "index.html").read_text()
     assert not (study / "report" / "accuracy.png").exists()
-
-
-def test_a_report_needs_no_torch(study):
-    program = "import sys; from balnorm.bench.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    command = [sys.executable, "-c", program, "report", str(study), "--formats", "svg"]
-    subprocess.run(command, check=True, capture_output=True)
 
 
 def test_twice_the_runs_are_no_more_than_twice_the_work(tmp_path):

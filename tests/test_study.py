@@ -25,11 +25,10 @@ from balnorm.bench.recipes import get_recipe
 from balnorm.bench.study import executors
 from balnorm.bench.study.display import Display, clock
 from balnorm.bench.study.executors import LocalExecutor, Resources, StudyError, execute
-from balnorm.bench.study.grid import plan
-from balnorm.bench.study.results import Result, Setting, settings_of
-from balnorm.bench.study.runner import dry_run, run_study
+from balnorm.bench.study.results import settings_of
+from balnorm.bench.study.runner import dry_run, plan, run_study
 from balnorm.bench.training.experiment import Experiment
-from balnorm.bench.training.run import Run
+from balnorm.bench.training.run import Run, Setting
 from folders import SMALL, STUDY, make_run, results
 from held import PATIENCE, gate, trainers, wait_until, waiting
 
@@ -163,9 +162,9 @@ def test_a_rate_chosen_for_each_method_does_not_set_them_apart():
 
 def test_the_state_of_a_run(tmp_path):
     def state_of(run):
-        return Result(run.folder, run.recipe(), Setting("")).now().state
+        return Run(run.folder).look().state
 
-    assert Result(tmp_path / "nowhere", DIGITS, Setting("")).now().state == "new"
+    assert Run(tmp_path / "nowhere").look().state == "new"
     assert state_of(make_run(tmp_path, seed=0, accuracies=[0.5], epochs=1)) == "finished"
     assert state_of(make_run(tmp_path, seed=1, accuracies=[0.5], epochs=2)) == "unfinished"
     assert state_of(make_run(tmp_path, seed=2, accuracies=[0.5], epochs=3, diverged=True)) == "diverged"
@@ -373,7 +372,9 @@ def test_a_dry_run_estimates_and_writes_nothing(tmp_path, capfd):
 def test_a_dry_run_counts_the_epochs_that_are_left(tmp_path, monkeypatch):
     monkeypatch.setattr(LocalExecutor, "call", lambda *_: 10.0)  # seconds for an epoch
     done, begun, new = plan(DIGITS, tmp_path, ["balnorm"], 3)
-    runs = [replace(done, state="finished", lines=({},) * 3), replace(begun, state="unfinished", lines=({},)), new]
+    done.state, done.lines = "finished", ({},) * 3
+    begun.state, begun.lines = "unfinished", ({},)
+    runs = [done, begun, new]
     printed = dry_run(runs, 8, Resources())
     assert re.search(r"\nbalnorm +2 +5 +10\.0 s +50\.0 s\n", printed)
     assert "2 of 3 runs to do, 2 at a time: about 25.0 s on this machine" in printed
@@ -504,7 +505,7 @@ def test_a_study_that_is_killed_or_stopped_goes_on_to_the_same_result(whole_stud
 def test_runs_that_are_killed_or_stopped_go_on_to_the_same_result(whole_study, out, monkeypatch, capfd):
     """One is killed and one is asked to stop, while two others go on."""
     killed, stopped = out / "runs" / "balnorm-seed0", out / "runs" / "batchnorm-seed1"
-    monkeypatch.setattr("balnorm.bench.study.executors.Resources", held.Resources)
+    monkeypatch.setattr("balnorm.bench.cli.Resources", held.Resources)
 
     def disturb():
         try:
@@ -565,7 +566,7 @@ def test_the_time_left_is_what_the_epochs_took(tmp_path):
     assert display.kept == 1
     assert display.time_left() == pytest.approx(2 * 2 * 1.5 / 2)
     make_run(tmp_path, "balnorm", 1, [], epochs=2, diverged=True)
-    display.ended(members[1].now())
+    display.ended(members[1].look())
     assert display.time_left() == pytest.approx(2 * 1.5, rel=0.2)  # one is left, and two cannot share it
     assert display.row("balnorm")[:4] == ["1/3", "", "60.00%", "1"]
 
@@ -574,7 +575,9 @@ def test_the_time_left_of_a_setting_is_what_its_own_epochs_took(tmp_path):
     took, runs = {"balnorm": 1.0, "none": 4.0}, []
     for member in plan(DIGITS, tmp_path, list(took), 2):
         line = {"seconds": took[member.recipe.norm], "test_accuracy": 0.5}
-        runs.append(member if member.recipe.seed else replace(member, state="finished", lines=(line,) * 3))
+        if not member.recipe.seed:
+            member.state, member.lines = "finished", (line,) * 3
+        runs.append(member)
     display = Display(runs, at_once=1, show=False)
     assert [display.time_left(setting) for setting in ("balnorm", "none", None)] == [3.0, 12.0, 15.0]
     assert display.row("none")[-1] == "12.0 s"

@@ -1,4 +1,4 @@
-"""How a command can end other than in success. This module imports nothing, so that the command line starts fast."""
+"""How a command can end other than in success, and how to say so."""
 
 __all__ = ["Failure", "Stopped", "one_line", "sentence", "shortened"]
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from balnorm.bench.data import ImageSpec
+from balnorm.bench.files import write_atomically
 from balnorm.bench.models import create_model
 from balnorm.bench.norms import get_norm
 from balnorm.bench.training.checkpoint import CheckpointError, load_checkpoint, load_weights
 from balnorm.bench.training.config import Recipe
-from balnorm.bench.training.files import write_atomically
 from balnorm.bench.training.images import image_shape, make_loaders, make_test_loader
 from balnorm.bench.training.processes import Processes
 from balnorm.layers import BalNormLayer

@@ -6,14 +6,13 @@ import hashlib
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
 
 from balnorm.bench.data.sets import SETS, DataFile
 from balnorm.bench.data.sources import DataError
-from balnorm.bench.locking import lock
+from balnorm.bench.files import locked
 
 __all__ = ["check", "download", "fetch"]
 
@@ -58,7 +57,7 @@ def fetch(file: DataFile, root: Path, progress: Progress) -> Path:
         if not target.is_file() and _is_unpacked(file, root):
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(target.with_name(target.name + ".lock")):
+        with locked(target.with_name(target.name + ".lock"), wait=True):
             if target.is_file():
                 if _md5(target) == file.md5:
                     return target
@@ -81,30 +80,6 @@ def _is_unpacked(file: DataFile, root: Path) -> bool:
     """Whether all contents of an archive are already there, unpacked or compressed one by one."""
     members = [root / member for member in file.members]
     return bool(members) and all(m.is_file() or m.with_name(m.name + ".xz").is_file() for m in members)
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Wait for other processes that have locked the file, if the system supports it."""
-    while True:
-        with path.open("w") as file:
-            locked = lock(file, wait=True)
-            if locked and not _is_still(path, file.fileno()):
-                continue  # whoever had it locked has removed it: others lock a new one
-            try:
-                yield
-            finally:
-                if locked:
-                    path.unlink(missing_ok=True)
-            return
-
-
-def _is_still(path: Path, descriptor: int) -> bool:
-    """Whether the path leads to the open file."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 def _transfer(file: DataFile, part: Path, progress: Progress) -> None:

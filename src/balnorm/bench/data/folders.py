@@ -52,14 +52,12 @@ class ImageFolder:
         *,
         classes: Sequence[str] | None = None,
         limit: int | None = None,
-        fraction: float | None = None,
-        seed: int = 0,
     ) -> ImageFolder:
         """Find the images in ``root/train`` (or ``root/val``), which has one folder per class.
 
         Classes are numbered in the alphabetical order of the training folders, as is usual for ImageNet, or as in
-        ``classes`` where those folders are not at hand. Every class has to have images. ``limit``, ``fraction`` and
-        ``seed`` are those of :func:`balnorm.bench.data.load`.
+        ``classes`` where those folders are not at hand. Every class has to have images. ``limit`` is that of
+        :func:`balnorm.bench.data.load`.
         """
         root = Path(root)
         folder = _split_folder(root, split)
@@ -82,7 +80,7 @@ class ImageFolder:
         if empty := [name for label, name in enumerate(classes) if label not in known]:
             raise DataError(f"{folder} has no images of {_some(empty)}: add some, or remove the class everywhere")
         everything = ImageFolder(tuple(paths), np.array(labels, dtype=np.int64), tuple(classes))
-        chosen = stratified(everything.labels, limit=limit, fraction=fraction, seed=seed)
+        chosen = stratified(everything.labels, limit)
         return replace(everything, paths=tuple(paths[i] for i in chosen), labels=everything.labels[chosen])
 
 
@@ -133,7 +131,6 @@ class FolderLoader:
         data: the files.
         size: side of the images of a batch, in pixels.
         workers: processes that decode; 0 decodes in this one.
-        skip_corrupt: leave out images that cannot be decoded, and list them in ``skipped``, rather than stop.
     """
 
     def __init__(
@@ -150,16 +147,13 @@ class FolderLoader:
         rank: int = 0,
         world: int = 1,
         workers: int = 2,
-        skip_corrupt: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         self.shares = Shares(len(data), batch_size, training, seed, rank, world)
         self.data, self.size, self.flip, self.workers = data, size, flip, workers
         self.pixels: Pixels = pixels
-        self.statistics, self.device, self.skip_corrupt = statistics, device, skip_corrupt
+        self.statistics, self.device = statistics, device
         to_float(torch.zeros(1, 3, 1, 1, dtype=torch.uint8), pixels, statistics)  # bad options fail now
-        self.skipped: dict[Path, str] = {}
-        """Files that could not be decoded, and why."""
 
     def __len__(self) -> int:
         return len(self.shares)
@@ -180,24 +174,20 @@ class FolderLoader:
             generator=torch.Generator(),  # else it draws from the global one
             worker_init_fn=_ignore_interrupts,
         )
-        for images, labels, errors in batches:
-            for path, error in errors:
-                if not self.skip_corrupt:
-                    raise DataError(f"{path} cannot be decoded ({error}): replace it, or remove it")
-                self.skipped[path] = error
-            if not len(labels) and self.shares.training:
-                raise DataError(f"all {len(errors)} images of a batch cannot be decoded, {errors[0][0]} among them")
-            if len(labels):
-                pixels = images.to(self.device, non_blocking=on_gpu)
-                yield to_float(pixels, self.pixels, self.statistics), labels.to(self.device, non_blocking=on_gpu)
+        for batch in batches:
+            if isinstance(batch, str):
+                raise DataError(batch)
+            images, labels = (each.to(self.device, non_blocking=on_gpu) for each in batch)
+            yield to_float(images, self.pixels, self.statistics), labels
 
 
-_Item = tuple[Tensor | None, int, tuple[Path, str] | None]
+_Item = tuple[Tensor, int] | str
+"""The pixels and the label of an image, or why it cannot be decoded: an error would bring a worker's traceback."""
 
 
 @dataclass(frozen=True)
 class _Decoder(Dataset[_Item]):
-    """Decode a file to uint8 pixels (3, size, size), or return why that failed."""
+    """Decode a file to uint8 pixels (3, size, size)."""
 
     data: ImageFolder
     size: int
@@ -224,12 +214,12 @@ class _Decoder(Dataset[_Item]):
                     _as_rgb(image).resize((self.size, self.size), Image.Resampling.BILINEAR, box=scaled)
                 )
         except UnidentifiedImageError:
-            return None, label, (path, f"it is not a {' or '.join(formats)} file")
+            return f"{path} cannot be decoded (it is not a {' or '.join(formats)} file): replace it, or remove it"
         except Exception as error:  # on damaged files, Pillow's decoders raise whatever they like
-            return None, label, (path, one_line(error))
+            return f"{path} cannot be decoded ({one_line(error)}): replace it, or remove it"
         if self.training and self.flip and random.random() < 0.5:
             pixels = pixels[:, ::-1]
-        return torch.from_numpy(pixels.copy()).permute(2, 0, 1), label, None
+        return torch.from_numpy(pixels.copy()).permute(2, 0, 1), label
 
     def _box(self, width: int, height: int, random: np.random.Generator) -> tuple[float, float, float, float]:
         """The part of an image to use: left, top, right, bottom."""
@@ -270,8 +260,9 @@ def _ignore_interrupts(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _collate(items: list[_Item]) -> tuple[Tensor, Tensor, list[tuple[Path, str]]]:
-    good = [(image, label) for image, label, _ in items if image is not None]
-    errors = [error for _, _, error in items if error is not None]
-    images = torch.stack([image for image, _ in good]) if good else torch.empty(0, 3, 0, 0, dtype=torch.uint8)
-    return images, torch.tensor([label for _, label in good], dtype=torch.int64), errors
+def _collate(items: list[_Item]) -> tuple[Tensor, Tensor] | str:
+    for item in items:
+        if isinstance(item, str):
+            return item
+    images, labels = zip(*items, strict=True)
+    return torch.stack(images), torch.tensor(labels, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The known data sets: where their files come from, and what they contain. This module does not import numpy."""
+"""The known data sets: where their files come from, and what they contain."""
 
 from __future__ import annotations
 

@@ -102,24 +102,14 @@ def _nearly_equal(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
 
 
-def load(
-    name: str,
-    root: str | Path,
-    split: Split,
-    *,
-    limit: int | None = None,
-    fraction: float | None = None,
-    seed: int = 0,
-) -> Images:
-    """Load a split of a data set, or a subset of it, stratified by class and determined by ``seed``.
+def load(name: str, root: str | Path, split: Split, *, limit: int | None = None) -> Images:
+    """Load a split of a data set, or a subset of it in which every class keeps its share, always the same one.
 
     Args:
         name: a name from :data:`SETS`.
         root: the folder that holds the data set's files, as ``balnorm.bench.data.download`` leaves them.
         split: ``"train"`` or ``"test"``.
         limit: load at most this many images.
-        fraction: load this fraction of the images, above 0 and at most 1.
-        seed: chooses which ones; the seed of a training run has no part in it.
 
     Example:
         >>> digits = load("digits", ".", "train", limit=100)
@@ -131,22 +121,15 @@ def load(
     if split not in ("train", "test"):
         raise ValueError(f"the split must be 'train' or 'test', got {split!r}")
     everything = _READERS[SETS[name].format](Path(root), split, name)
-    return everything[stratified(everything.labels, limit=limit, fraction=fraction, seed=seed)]
+    return everything[stratified(everything.labels, limit)]
 
 
-def stratified(
-    labels: NDArray[np.int64], *, limit: int | None = None, fraction: float | None = None, seed: int = 0
-) -> NDArray[np.int64]:
+def stratified(labels: NDArray[np.int64], limit: int | None) -> NDArray[np.int64]:
     """Indices, in ascending order, of a subset in which every class keeps its share to within one image."""
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
-    if fraction is not None and not 0.0 < fraction <= 1.0:
-        raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}")
-    if seed < 0:
-        raise ValueError(f"seed must not be negative, got {seed}")
     total = len(labels)
-    wanted = total if fraction is None else max(1, round(fraction * total))
-    wanted = min(wanted, total if limit is None else limit)
+    wanted = total if limit is None else min(limit, total)
     if wanted == total:
         return np.arange(total)
     # Each class's share, rounded down; what is missing goes to the largest remainders.
@@ -155,7 +138,7 @@ def stratified(
     counts = np.floor(shares).astype(np.int64)
     for label in np.argsort(counts - shares, kind="stable")[: wanted - counts.sum()]:
         counts[label] += 1
-    random = np.random.default_rng([seed, 0x5717])
+    random = np.random.default_rng([0, 0x5717])
     chosen = [
         random.permutation(np.flatnonzero(labels == label))[:count] for label, count in enumerate(counts) if count > 0
     ]
@@ -318,7 +301,7 @@ def _read_digits(root: Path, split: Split, name: str) -> Images:  # noqa: ARG001
     data = load_digits()
     images = np.round(data.images * (255 / 16)).astype(np.uint8)[:, None]
     everything = Images(images, data.target.astype(np.int64), DIGITS)
-    test = stratified(everything.labels, fraction=0.2)
+    test = stratified(everything.labels, round(0.2 * len(images)))
     return everything[test if split == "test" else np.setdiff1d(np.arange(len(images)), test)]
 
 

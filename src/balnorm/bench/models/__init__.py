@@ -7,39 +7,28 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from torch import nn
+
+from balnorm.bench.models._stages import BLOCKS
+from balnorm.bench.models.cifar_resnet import CifarResNet
+from balnorm.bench.models.preact_resnet import PreActResNet
+from balnorm.bench.models.resnet import ResNet
+from balnorm.bench.models.wide_resnet import WideResNet
 from balnorm.bench.norms import Normalization, get_norm
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from balnorm.bench.models.cifar_resnet import CifarResNet
-    from balnorm.bench.models.preact_resnet import PreActResNet
-    from balnorm.bench.models.resnet import ResNet
-    from balnorm.bench.models.wide_resnet import WideResNet
 
 __all__ = ["BLOCKS", "MODELS", "CifarResNet", "PreActResNet", "ResNet", "WideResNet", "create_model"]
 
-BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-"""Blocks in each stage of a ResNet, by depth. From depth 50 on they are bottlenecks."""
-
-MODELS: dict[str, tuple[str, dict[str, int]]] = {
-    "wide_resnet": ("WideResNet", {}),
-    "cifar_resnet": ("CifarResNet", {}),
-    **{f"preact_resnet{depth}": ("PreActResNet", {"depth": depth}) for depth in BLOCKS},
-    **{f"resnet{depth}": ("ResNet", {"depth": depth}) for depth in BLOCKS},
+MODELS: dict[str, tuple[Callable[..., nn.Module], dict[str, int]]] = {
+    "wide_resnet": (WideResNet, {}),
+    "cifar_resnet": (CifarResNet, {}),
+    **{f"preact_resnet{depth}": (PreActResNet, {"depth": depth}) for depth in BLOCKS},
+    **{f"resnet{depth}": (ResNet, {"depth": depth}) for depth in BLOCKS},
 }
 """Every network by name: its class, and the arguments that the name fixes."""
-
-_HOMES = {
-    "WideResNet": "wide_resnet",
-    "CifarResNet": "cifar_resnet",
-    "PreActResNet": "preact_resnet",
-    "ResNet": "resnet",
-}
 
 
 def create_model(name: str, norm: str | Normalization = "balnorm", num_classes: int = 10, **options: Any) -> nn.Module:
@@ -54,17 +43,9 @@ def create_model(name: str, norm: str | Normalization = "balnorm", num_classes: 
     """
     if name not in MODELS:
         raise ValueError(f"the model must be one of {', '.join(MODELS)}, got {name!r}")
-    kind, fixed = MODELS[name]
-    build = __getattr__(kind)
+    build, fixed = MODELS[name]
     allowed = [each for each in inspect.signature(build).parameters if each not in {"norm", "num_classes", *fixed}]
     for option in options:
         if option not in allowed:
             raise ValueError(f"{name} has no option {option!r}; it has {', '.join(allowed)}")
     return build(get_norm(norm), num_classes, **fixed, **options)
-
-
-def __getattr__(name: str) -> Any:
-    """A class, imported with torch when it is first used: the names of the networks are there without."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'balnorm.bench.models' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"balnorm.bench.models.{_HOMES[name]}"), name)

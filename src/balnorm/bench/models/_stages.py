@@ -9,7 +9,10 @@ from torch import nn
 
 from balnorm.bench.norms import Normalization
 
-__all__ = ["make_stages", "three_stages"]
+__all__ = ["BLOCKS", "make_stages", "three_stages"]
+
+BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+"""Blocks in each stage of a ResNet, by depth. From depth 50 on they are bottlenecks."""
 
 
 def make_stages(norm: Normalization, block: Any, counts: Sequence[int], width: int) -> tuple[list[nn.Sequential], int]:

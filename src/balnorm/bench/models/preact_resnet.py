@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from balnorm.bench.models import BLOCKS
-from balnorm.bench.models._stages import make_stages
+from balnorm.bench.models._stages import BLOCKS, make_stages
 from balnorm.bench.norms import Normalization
 
 __all__ = ["PreActResNet"]

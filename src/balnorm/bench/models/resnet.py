@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from balnorm.bench.models import BLOCKS
-from balnorm.bench.models._stages import make_stages
+from balnorm.bench.models._stages import BLOCKS, make_stages
 from balnorm.bench.norms import Normalization
 
 __all__ = ["ResNet"]

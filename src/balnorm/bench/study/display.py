@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from balnorm.bench.console import printable, say
 from balnorm.bench.study.metrics import lower_is_better, shown
-from balnorm.bench.study.results import Result
-from balnorm.bench.training.experiment import Config
+from balnorm.bench.training.run import Run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,10 +29,10 @@ class Display:
         show: whether to show anything.
     """
 
-    def __init__(self, runs: Sequence[Result], at_once: int, show: bool = True) -> None:
-        self.runs = {run.recipe: run for run in runs}
-        self.running: set[Config] = set()
-        self.over = {run.recipe for run in runs if run.ended}
+    def __init__(self, runs: Sequence[Run], at_once: int, show: bool = True) -> None:
+        self.runs = runs
+        self.running: set[Run] = set()
+        self.over = {run for run in runs if run.ended}
         """The runs that this command is done with."""
         self.kept, self.at_once, self.show = len(self.over), at_once, show
         self.live: Any = None
@@ -52,13 +51,12 @@ class Display:
         if self.live is not None:
             self.live.stop()
 
-    def started(self, run: Result) -> None:
-        self.running.add(run.recipe)
+    def started(self, run: Run) -> None:
+        self.running.add(run)
 
-    def ended(self, run: Result) -> None:
-        self.running.discard(run.recipe)
-        self.over.add(run.recipe)
-        self.runs[run.recipe] = run
+    def ended(self, run: Run) -> None:
+        self.running.discard(run)
+        self.over.add(run)
         text = f"[{len(self.over)}/{len(self.runs)}] {run.setting} seed {run.recipe.seed}: "
         if run.reason:
             self.say(f"{text}{'failed, ' if run.state == 'failed' else ''}{run.reason}")
@@ -74,8 +72,8 @@ class Display:
     def look(self) -> None:
         """Read how far the runs are."""
         if self.live is not None:
-            for recipe in self.running:
-                self.runs[recipe] = self.runs[recipe].now()
+            for run in self.running:
+                run.look()
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -84,23 +82,23 @@ class Display:
         elif self.show:
             say(text)
 
-    def left(self, run: Result) -> int:
+    def left(self, run: Run) -> int:
         """How many epochs are left."""
-        return 0 if run.recipe in self.over else max(0, self.epochs(run) - len(run.lines))
+        return 0 if run in self.over else max(0, self.epochs(run) - len(run.lines))
 
-    def epochs(self, run: Result) -> int:
+    def epochs(self, run: Run) -> int:
         """How many epochs a run has: what its recipe or an option of that name says, or as many as the longest."""
         planned = run.recipe.fields.get("epochs")
-        return planned if type(planned) is int else max(len(other.lines) for other in self.runs.values())
+        return planned if type(planned) is int else max(len(other.lines) for other in self.runs)
 
     def time_left(self, setting: str | None = None) -> float:
         """Seconds left, estimated from finished epochs of the same setting, or of all settings if it has none yet."""
         times: dict[str, list[float]] = {}
-        for run in self.runs.values():
+        for run in self.runs:
             times.setdefault(str(run.setting), []).extend(run.seconds)
         everything = [second for seconds in times.values() for second in seconds] or [0.0]
         mean = {name: fmean(own or everything) for name, own in times.items() if setting in (None, name)}
-        chosen = [run for run in self.runs.values() if str(run.setting) in mean and self.left(run)]
+        chosen = [run for run in self.runs if str(run.setting) in mean and self.left(run)]
         times_left = [self.left(run) * mean[str(run.setting)] for run in chosen]
         return sum(times_left) / max(1, min(self.at_once, len(times_left)))
 
@@ -113,18 +111,16 @@ class Display:
         table.add_column("setting")
         for name in ("done", "running (seed: epoch)", "best so far", "diverged", "failed", "time left"):
             table.add_column(name, justify="left" if name.startswith("running") else "right")
-        for setting in dict.fromkeys(str(run.setting) for run in self.runs.values()):
+        for setting in dict.fromkeys(str(run.setting) for run in self.runs):
             table.add_row(Text(printable(setting)), *self.row(setting))
-        table.caption = f"{clock(self.time_left())} left" if any(run.lines for run in self.runs.values()) else ""
+        table.caption = f"{clock(self.time_left())} left" if any(run.lines for run in self.runs) else ""
         return table
 
     def row(self, setting: str) -> list[str]:
         """The cells of a setting's row."""
-        runs = [run for run in self.runs.values() if str(run.setting) == setting]
-        over = [run.state for run in runs if run.recipe in self.over]
-        running = [
-            f"{run.recipe.seed}: {len(run.lines)}/{self.epochs(run)}" for run in runs if run.recipe in self.running
-        ]
+        runs = [run for run in self.runs if str(run.setting) == setting]
+        over = [run.state for run in runs if run in self.over]
+        running = [f"{run.recipe.seed}: {len(run.lines)}/{self.epochs(run)}" for run in runs if run in self.running]
         name = next((run.metric for run in runs if run.records), "")
         values = [record[name] for run in runs for record in run.records if name in record]
         best = [shown(name, (min if lower_is_better(name) else max)(values))] if values else []

@@ -24,12 +24,15 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from balnorm.bench.errors import Failure, Stopped, one_line, sentence
-from balnorm.bench.study.results import Result
 from balnorm.bench.training.config import Recipe
 from balnorm.bench.training.experiment import Config
-from balnorm.bench.training.processor import ProcessorError, check_precision, remedy_after
+from balnorm.bench.training.keep import perform
+from balnorm.bench.training.machine import ProcessorError, check_precision, remedy_after
 from balnorm.bench.training.run import Run, RunBusyError, State
+from balnorm.bench.training.trainer import train
 
 __all__ = ["Executor", "LocalExecutor", "RayExecutor", "Resources", "StudyError", "execute"]
 
@@ -61,12 +64,7 @@ class Resources:
 
 def execute(folder: Path, recipe: Config, resources: Resources) -> End:
     """Train one run in this process. Errors go to ``error.txt`` in its folder, and are returned as one sentence."""
-    import torch
-
-    from balnorm.bench.training.keep import perform
-    from balnorm.bench.training.trainer import train
-
-    run = Run(folder)
+    run = Run(folder, recipe)
     try:
         torch.set_num_threads(resources.threads)
         if isinstance(recipe, Recipe):
@@ -78,7 +76,7 @@ def execute(folder: Path, recipe: Config, resources: Resources) -> End:
     except (Stopped, KeyboardInterrupt):
         return _STOPPED
     except Exception as error:  # any error ends this run, but not the study
-        run.keep_failure(recipe, traceback.format_exc())
+        run.keep_failure(traceback.format_exc())
         return "failed", one_line(error) if isinstance(recipe, Recipe) else _reason(error, resources.file)
     return "finished", ""
 
@@ -107,7 +105,7 @@ class LocalExecutor:
     def __init__(self, slots: int, resources: Resources) -> None:
         self.resources = resources
         self.slots = self.at_once = slots
-        self._running: dict[Any, tuple[Any, Any, int, Result]] = {}
+        self._running: dict[Any, tuple[Any, Any, int, Run]] = {}
         fork = "forkserver" in multiprocessing.get_all_start_methods()
         self._context: Any = multiprocessing.get_context("forkserver" if fork else "spawn")
         if fork:
@@ -128,7 +126,7 @@ class LocalExecutor:
     def running(self) -> int:
         return len(self._running)
 
-    def submit(self, run: Result) -> None:
+    def submit(self, run: Run) -> None:
         slot = min(set(range(self.slots)) - {slot for _, _, slot, _ in self._running.values()})
         ours, theirs = self._context.Pipe(duplex=False)
         arguments = (run.folder.absolute(), run.recipe, self.resources, slot, theirs)
@@ -156,7 +154,7 @@ class LocalExecutor:
             raise error
         return result
 
-    def ended(self, seconds: float) -> list[Result]:
+    def ended(self, seconds: float) -> list[Run]:
         """Wait up to so many seconds for a process to end, and return the runs whose processes have."""
         return [self._ended(*self._running.pop(sentinel)) for sentinel in wait(list(self._running), timeout=seconds)]
 
@@ -173,22 +171,21 @@ class LocalExecutor:
             pipe.close()
         self._running.clear()
 
-    def _ended(self, process: Any, pipe: Any, _slot: int, run: Result) -> Result:
+    def _ended(self, process: Any, pipe: Any, _slot: int, run: Run) -> Run:
         process.join()
         with contextlib.closing(pipe), contextlib.suppress(EOFError):
             if pipe.poll():
-                state, reason = pipe.recv()
-                return replace(run, state=state, reason=reason)
+                run.state, run.reason = pipe.recv()
+                return run
         remedy = f"{remedy}, and " if (remedy := remedy_after(-process.exitcode)) else ""
-        reason = f"its process {_end(process.exitcode)}: {remedy}repeat the command to resume it"
-        Run(run.folder).keep_failure(run.recipe, f"{reason}\n")
-        return replace(run, state="failed", reason=reason)
+        run.state = "failed"
+        run.reason = f"its process {_end(process.exitcode)}: {remedy}repeat the command to resume it"
+        run.keep_failure(f"{run.reason}\n")
+        return run
 
 
 def _execute_in_process(folder: Path, recipe: Config, resources: Resources, slot: int, pipe: Any) -> None:
     """The body of a run's process. It ignores the terminal's Ctrl-C; it saves and ends when the parent is gone."""
-    import torch
-
     if hasattr(os, "setpgrp"):
         os.setpgrp()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the parent's handler is
@@ -263,7 +260,7 @@ class RayExecutor:
         nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         self.slots = sys.maxsize  # Ray has its own queue
         self.at_once = sum([_room(node["Resources"], resources.threads, gpus) for node in nodes if node["Alive"]])
-        self._running: dict[Any, Result] = {}
+        self._running: dict[Any, Run] = {}
         if not self.at_once:
             self.close()
             raise StudyError(f"no machine of the Ray cluster has {resources.threads} CPUs and {gpus:g} GPUs for a run")
@@ -272,7 +269,7 @@ class RayExecutor:
     def running(self) -> int:
         return len(self._running)
 
-    def submit(self, run: Result) -> None:
+    def submit(self, run: Run) -> None:
         self._running[self._start(_execute_on_node, run.folder.absolute(), run.recipe, self.resources)] = run
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -283,7 +280,7 @@ class RayExecutor:
         except self._ray.exceptions.RayError as error:
             raise StudyError(f"the trial before the study ended early ({_first_line(error)})") from None
 
-    def ended(self, seconds: float) -> list[Result]:
+    def ended(self, seconds: float) -> list[Run]:
         ended, _ = self._ray.wait(list(self._running), timeout=seconds)
         return [self._ended(reference, self._running.pop(reference)) for reference in ended]
 
@@ -304,15 +301,15 @@ class RayExecutor:
         )
         return remote(function).remote(*arguments)
 
-    def _ended(self, reference: Any, run: Result) -> Result:
+    def _ended(self, reference: Any, run: Run) -> Run:
         try:
-            state, reason = self._ray.get(reference)
+            run.state, run.reason = self._ray.get(reference)
         except self._ray.exceptions.TaskCancelledError:
-            state, reason = _STOPPED
+            run.state, run.reason = _STOPPED
         except self._ray.exceptions.RayError as error:
-            Run(run.folder).keep_failure(run.recipe, f"{error}\n")
-            state, reason = "failed", _first_line(error)
-        return replace(run, state=state, reason=reason)
+            run.keep_failure(f"{error}\n")
+            run.state, run.reason = "failed", _first_line(error)
+        return run
 
 
 Executor = LocalExecutor | RayExecutor

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 
-__all__ = ["change", "is_share", "leading", "lower_is_better", "metric_names", "number", "shown", "worst"]
+__all__ = ["change", "is_share", "lower_is_better", "metric_names", "number", "shown", "worst"]
 
 _OF_RECIPES = {  # the figure's files, and the quantity
     "test_accuracy": ("accuracy", "test accuracy"),
@@ -28,12 +28,6 @@ def is_share(name: str) -> bool:
 def worst(name: str) -> float:
     """The value that a diverged run counts with."""
     return math.inf if lower_is_better(name) else 0.0 if is_share(name) else -math.inf
-
-
-def leading(names: Iterable[str], wanted: str | None = None) -> str:
-    """The metric that decides: the one that is wanted, or the first that is not a loss."""
-    found = list(names)
-    return wanted or next((name for name in found if "loss" not in name.lower()), next(iter(found), ""))
 
 
 def metric_names(names: Iterable[str], first: str, recipes: bool) -> dict[str, tuple[str, str]]:

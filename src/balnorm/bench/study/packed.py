@@ -19,21 +19,18 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal, get_origin, get_type_hints
 
 from balnorm.bench.errors import one_line
+from balnorm.bench.files import parse_json, regular, written
 from balnorm.bench.training.config import Recipe
 from balnorm.bench.training.experiment import Config, read_config
-from balnorm.bench.training.files import parse_json, regular, written
-from balnorm.bench.training.run import Record, RunError, check_records, state_after
+from balnorm.bench.training.run import Record, Records, RunError, check_records, state_after
 
-__all__ = ["METRICS", "STUDY", "Packed", "Records", "command_line", "read_packed", "varied_fields", "write_packed"]
+__all__ = ["METRICS", "STUDY", "Packed", "command_line", "read_packed", "varied_fields", "write_packed"]
 
 STUDY, METRICS = "study.json", "metrics.csv"
 _FORMAT = 1
 _FIELDS = [field.name for field in fields(Recipe)]
 _PATH = re.compile(r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?[/\\]+(?:[^\s/\\]+[/\\]+)+")
 _KEYS = {"format", "runs", "recipe", "varies", "commands", "environments"}
-
-Records = tuple[Record, ...]
-"""A run's measurements by epoch."""
 
 
 @dataclass(frozen=True)

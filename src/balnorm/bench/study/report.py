@@ -12,15 +12,16 @@ from typing import Any
 from urllib.parse import quote
 
 from balnorm.bench.errors import one_line
+from balnorm.bench.files import regular, write_atomically
 from balnorm.bench.norms import NORMS
 from balnorm.bench.study.figures import Figure, figures, styles_of
 from balnorm.bench.study.metrics import change, is_share, lower_is_better, shown, worst
 from balnorm.bench.study.plots import FORMATS, figure_files
-from balnorm.bench.study.results import Results, Setting, read_results
+from balnorm.bench.study.results import Results, read_results
 from balnorm.bench.study.statistics import Differences, Spread, differences_to, final_spread, levels
 from balnorm.bench.study.tables import Table, as_csv, as_latex, as_markdown, as_text, study_tables
 from balnorm.bench.training.config import Recipe
-from balnorm.bench.training.files import regular, write_atomically
+from balnorm.bench.training.run import Setting
 
 __all__ = ["Report", "write_report"]
 
@@ -99,7 +100,7 @@ def write_report(
         styles=[{"norm": method, **asdict(style)} for method, style in styles.items()],
         metrics=[(name, label) for name, (_, label) in results.metrics.items()][:2],
         shown=shown,
-        runs=[(run, _link(run.source, out)) for run in results.runs],
+        runs=[(run, _link(run.metrics, out)) for run in results.runs],
         hyperparameters=_hyperparameters(results),
         environments=results.environments,
         commands=results.commands,

@@ -10,118 +10,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from balnorm.bench.errors import one_line, shortened
+from balnorm.bench.files import parse_json, regular
 from balnorm.bench.norms import NORMS
-from balnorm.bench.study.metrics import leading, metric_names
-from balnorm.bench.study.packed import METRICS, STUDY, Packed, Records, command_line, read_packed, varied_fields
+from balnorm.bench.study.metrics import metric_names
+from balnorm.bench.study.packed import STUDY, Packed, command_line, read_packed, varied_fields
 from balnorm.bench.training.config import Recipe
 from balnorm.bench.training.experiment import Config
-from balnorm.bench.training.files import parse_json, regular
-from balnorm.bench.training.run import RESERVED, Run, RunError, State, state_after
+from balnorm.bench.training.run import RESERVED, Run, RunError, Setting, State
 
-__all__ = ["Result", "Results", "Setting", "read_results", "settings_of"]
+__all__ = ["Results", "read_results", "settings_of"]
 
-_OURS = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "report", "error.txt", "files"}
+_OURS = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "report", "error.txt", "files", "lock"}
 _OURS |= {"checkpoint.pt", "checkpoint.pt.previous", "checkpoint.pt.damaged"}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What runs that differ only in their seeds have in common: the method, and the fields that vary in a study."""
-
-    norm: str
-    varied: tuple[tuple[str, Any], ...] = ()
-    options: tuple[tuple[str, Any], ...] = ()
-    """The norm's options that are not at their defaults."""
-
-    @property
-    def method(self) -> str:
-        """The norm and its options, such as ``balnorm mass=position``: a line in a figure."""
-        return f"{self.norm} {_pairs(self.options)}".strip()
-
-    @property
-    def variation(self) -> str:
-        """The varied fields, such as ``lr=0.1 width=8``: a panel of a figure."""
-        return _pairs(self.varied)
-
-    @property
-    def place(self) -> tuple[Any, ...]:
-        """Where to list it: numbers by size, then other values by name, then norms in the order of their list.
-
-        Norms of the user's own follow by name. The fewer options a method has, the earlier it comes.
-        """
-        norm, names = [*NORMS, self.norm].index(self.norm), [*NORMS["balnorm"].options]
-        options = (len(self.options), [names.index(name) for name, _ in self.options], _sortable(self.options))
-        return (*_sortable(self.varied), norm, self.norm, *options)
-
-    def without(self, name: str) -> Setting:
-        """The setting but for a field or an option."""
-        varied, options = (tuple(p for p in pairs if p[0] != name) for pairs in (self.varied, self.options))
-        return Setting(self.norm, varied, options)
-
-    def __str__(self) -> str:
-        return f"{self.method} {self.variation}".strip()
-
-
-def _pairs(values: tuple[tuple[str, Any], ...]) -> str:
-    return " ".join(f"{name}={text_of(value)}" for name, value in values)
-
-
-def _sortable(values: tuple[tuple[str, Any], ...]) -> list[tuple[int, float, str]]:
-    return [(0, v, "") if isinstance(v, int | float) else (1, 0, str(v)) for _, v in values]
-
-
-@dataclass(frozen=True)
-class Result:
-    """A run of a study, and how far it is."""
-
-    folder: Path
-    """Its own folder, or that of the packed study that contains it."""
-    recipe: Config
-    setting: Setting
-    state: State = "new"
-    lines: Records = ()
-    """All lines of its metrics; the last line of a diverged run says when it diverged."""
-    packed: bool = False
-    reason: str = ""
-    """Why it failed or stopped."""
-
-    @property
-    def source(self) -> Path:
-        """The file that holds its metrics."""
-        return self.folder / (METRICS if self.packed else "metrics.jsonl")
-
-    @property
-    def ended(self) -> bool:
-        return self.state in ("finished", "diverged")
-
-    @property
-    def seconds(self) -> list[float]:
-        return [line["seconds"] for line in self.lines]
-
-    @functools.cached_property
-    def records(self) -> Records:
-        """The metrics of each epoch; those of a diverged run end before it diverged."""
-        return tuple(line for line in self.lines if not line.get("diverged"))
-
-    @property
-    def metric(self) -> str:
-        """The metric that leads, if it is known yet."""
-        return leading([name for name in (*self.records, {})[0] if name not in RESERVED], self.recipe.metric)
-
-    @property
-    def epochs(self) -> int:
-        """How many epochs it has, or has had so far where that is not known."""
-        return self.recipe.epochs or len(self.lines)
-
-    def now(self) -> Result:
-        """The run as its folder is now. If its metrics cannot be read, it counts as failed."""
-        if self.packed:
-            return self
-        try:
-            state, lines = Run(self.folder).progress(self.recipe.epochs)
-        except (RunError, OSError) as error:
-            return replace(self, state="failed", lines=(), reason=one_line(error))
-        return replace(self, state=state, lines=tuple(lines), reason="")
 
 
 class Start(NamedTuple):
@@ -142,7 +42,7 @@ class Start(NamedTuple):
 class Results:
     """The runs of a study, their origin, and a sentence for each problem with its files."""
 
-    runs: tuple[Result, ...]
+    runs: tuple[Run, ...]
     problems: tuple[str, ...]
     packed_commands: tuple[str, ...] = ()
     starts: tuple[Start, ...] = ()
@@ -180,9 +80,9 @@ class Results:
         return _machines(start.details for start in self.starts)
 
     @functools.cached_property
-    def by_setting(self) -> dict[Setting, list[Result]]:
+    def by_setting(self) -> dict[Setting, list[Run]]:
         """The runs of each setting, sorted by what varies, then by norm in the order of their list."""
-        found: dict[Setting, list[Result]] = {}
+        found: dict[Setting, list[Run]] = {}
         for run in sorted(self.runs, key=lambda run: run.setting.place):
             found.setdefault(run.setting, []).append(run)
         return found
@@ -223,11 +123,6 @@ def settings_of(recipes: Sequence[Config]) -> list[Setting]:
     ]
 
 
-def text_of(value: Any) -> str:
-    """A field's value as it appears in names."""
-    return "+".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-
-
 def read_results(folders: Iterable[str | Path], metric: str | None = None) -> Results:
     """Read every run below the folders. Skips what cannot be read, and says so. ``metric`` leads, if given."""
     reader = _Reader()
@@ -235,16 +130,17 @@ def read_results(folders: Iterable[str | Path], metric: str | None = None) -> Re
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder: give the folder of a study or a run")
         reader.read(folder)
-    settings = settings_of([run.recipe for run in reader.runs.values()])
-    runs = [replace(run, setting=each) for run, each in zip(reader.runs.values(), settings, strict=True)]
-    return Results(tuple(runs), tuple(reader.problems), tuple(reader.packed_commands), tuple(reader.starts), metric)
+    runs = tuple(reader.runs.values())
+    for run, setting in zip(runs, settings_of(list(reader.runs)), strict=True):
+        run.setting = setting
+    return Results(runs, tuple(reader.problems), tuple(reader.packed_commands), tuple(reader.starts), metric)
 
 
 class _Reader:
     """Collects the runs below folders, each once, whatever links lead there."""
 
     def __init__(self) -> None:
-        self.runs: dict[Config, Result] = {}
+        self.runs: dict[Config, Run] = {}
         self.problems: list[str] = []
         self.packed_commands: list[str] = []
         self.starts: list[Start] = []
@@ -273,29 +169,28 @@ class _Reader:
         self.packed_commands += packed.commands
         self.starts += [Start(None, machine) for machine in packed.environments]
         for recipe, lines in packed.runs.items():
-            self._add(Result(folder, recipe, Setting(""), state_after(lines, recipe.epochs), lines, packed=True))
+            self._add(Run(folder, recipe, lines))
 
     def _add_run(self, folder: Path) -> None:
         run, tell = Run(folder), self.problems.append
         if not run.config.exists():
             raise RunError(f"{folder} has metrics and no config.json")
-        found = Result(folder, run.recipe(), Setting("")).now()
-        if found.reason:
-            tell(f"{found.reason}: counted as failed")
-        if not self._add(found):
+        if run.look().reason:
+            tell(f"{run.reason}: counted as failed")
+        if not self._add(run):
             return
-        if found.state == "failed" and run.error.exists():
+        if run.state == "failed" and run.error.exists():
             tell(f"{folder} failed: {_last_line(run.error)}")
         elif not run.metrics.is_file():
-            tell(f"{folder} has no metrics yet: counted as {found.state}")
-        if not found.reason and run.metrics.is_file() and not (run.metrics.read_bytes() or b"\n").endswith(b"\n"):
-            tell(f"{run.metrics} ends in the middle of a line, which is left out: counted as {found.state}")
+            tell(f"{folder} has no metrics yet: counted as {run.state}")
+        if not run.reason and run.metrics.is_file() and not (run.metrics.read_bytes() or b"\n").endswith(b"\n"):
+            tell(f"{run.metrics} ends in the middle of a line, which is left out: counted as {run.state}")
         names = (path.name for path in folder.iterdir() if path.suffix != ".tmp")
         if foreign := sorted(name for name in names if name not in _OURS):
             tell(f"{folder} contains files that do not belong to a run ({', '.join(foreign)}): ignored")
         self.starts += [Start(folder, {**details, "starts": 1}) for details in self._starts(run)]
 
-    def _add(self, run: Result) -> bool:
+    def _add(self, run: Run) -> bool:
         """Add a run unless it is already here. A run folder and its copy in a packed study are the same run."""
         twin = self.runs.setdefault(run.recipe, run)
         if twin is run:
@@ -306,7 +201,7 @@ class _Reader:
             self.starts = [start for start in self.starts if start.folder != twin.folder]
         if run.packed == twin.packed or twin.lines != run.lines:
             kept, other = (run, twin) if better else (twin, run)
-            here, there = (each.source if each.packed else each.folder for each in (other, kept))
+            here, there = (each.metrics if each.packed else each.folder for each in (other, kept))
             self.problems.append(f"{here} is the same run as {there}: left out")
         return better
 

@@ -1,28 +1,112 @@
-"""Run a study: train every run that has not ended, and show progress."""
+"""Plan the runs of a study, train every one that has not ended, and show progress."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import torch
 
 from balnorm.bench.errors import Stopped
+from balnorm.bench.profiling import epoch_seconds
 from balnorm.bench.study.display import Display, clock
 from balnorm.bench.study.executors import Executor, LocalExecutor, Resources, StudyError
-from balnorm.bench.study.results import Result
+from balnorm.bench.study.packed import STUDY, Packed, read_packed, varied_fields
+from balnorm.bench.study.results import settings_of
 from balnorm.bench.training.config import Recipe
 from balnorm.bench.training.experiment import Config, Experiment, load_function
-from balnorm.bench.training.processor import check_precision
-from balnorm.bench.training.run import Run
+from balnorm.bench.training.images import make_loaders
+from balnorm.bench.training.machine import check_precision
+from balnorm.bench.training.processes import processes
+from balnorm.bench.training.run import Run, RunError, check_same, text_of
 from balnorm.text_table import text_table
 
-__all__ = ["cores", "dry_run", "run_study"]
+__all__ = ["combinations", "cores", "dry_run", "plan", "run_name", "run_study"]
 
 _LOOK = 0.5  # seconds between looks at the runs' folders
+_MOST = 10_000  # runs of a study: each is a folder, which the display looks at and the report reads
 
 
-def run_study(runs: Sequence[Result], executor: Executor, show: bool = True) -> list[Result]:
+def plan(
+    recipe: Config,
+    out: str | Path,
+    norms: Sequence[str],
+    seeds: int,
+    vary: Mapping[str, Sequence[Any]] | None = None,
+) -> list[Run]:
+    """Every norm with every seed and every combination of the varied fields, each with its current state.
+
+    Seeds count up from the recipe's own. All runs of one seed come before the next seed, so that a study that is
+    stopped early has compared something. Combinations that differ only in what has no effect are one run. A run that
+    ``out`` already holds under another name, since other fields varied when it was made, keeps it. Raises a RunError if
+    ``out`` holds other runs under the same names.
+    """
+    vary, out = vary or {}, Path(out)
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1, got {seeds}")
+    if not norms:
+        raise ValueError("norms must name at least one normalisation")
+    if (count := seeds * len(norms) * math.prod(map(len, vary.values()))) > _MOST:
+        raise ValueError(f"a study of {count:,} runs is too large: {_MOST:,} is the most")
+    for values, what in ((norms, "norms"), *((vary[name], name) for name in vary)):
+        if len(set(values)) < len(values):
+            raise ValueError(f"{what} has a value twice: {', '.join(map(str, values))}")
+    named = {}
+    for seed in range(recipe.seed, recipe.seed + seeds):
+        for norm, changed in combinations(norms, vary):
+            each = recipe.replaced(norm=norm, seed=seed, **changed)
+            each.check()
+            named[run_name(each, changed)] = each
+    packed = read_packed(out) if (out / STUDY).exists() else Packed({}, (), ())
+    varied = varied_fields(packed.runs)
+    known = {run_name(each, {name: each.fields.get(name) for name in varied}): each for each in packed.runs}
+    folders, runs = _folders_by_recipe(out / "runs"), list[Run]()
+    for (name, each), setting in zip(named.items(), settings_of(list(named.values())), strict=True):
+        if each in packed.runs:
+            lines = packed.runs[each]
+            run = Run(out, each, lines)
+        elif there := [Run(folder, each).look() for folder in folders.get(each, [])]:
+            own = out / "runs" / name
+            run = min(there, key=lambda run: (not run.ended, run.folder != own, run.folder))
+        else:
+            check_same(each, known.get(name, each), out)
+            run = Run(out / "runs" / name, each)
+            run.check()
+            run.look()
+        run.setting = setting
+        runs.append(run)
+    return runs
+
+
+def combinations(norms: Sequence[str], vary: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every norm with every combination of the varied fields."""
+    for norm, *values in itertools.product(norms, *vary.values()):
+        yield norm, dict(zip(vary, values, strict=True))
+
+
+def _folders_by_recipe(parent: Path) -> dict[Config, list[Path]]:
+    found: dict[Config, list[Path]] = {}
+    for folder in parent.glob("*/"):
+        with contextlib.suppress(RunError, OSError):  # reported if it is in the way
+            found.setdefault(Run(folder).recipe, []).append(folder)
+    return found
+
+
+def run_name(recipe: Config, changed: Mapping[str, Any]) -> str:
+    """The name of a run's folder, such as ``batchnorm-lr=0.3-seed2``, without what has no effect."""
+    idle = recipe.idle()
+    varied = (f"{name}={text_of(value)}" for name, value in changed.items() if name not in idle)
+    return quote("-".join([recipe.norm, *varied, f"seed{recipe.seed}"]), safe="=+, ")  # a norm may have any name
+
+
+def run_study(runs: Sequence[Run], executor: Executor, show: bool = True) -> list[Run]:
     """Train the runs that have not ended, and return them with their new states. A failed run does not stop the others.
 
     Args:
@@ -39,7 +123,7 @@ def run_study(runs: Sequence[Result], executor: Executor, show: bool = True) -> 
         kinds = {tuple(run.recipe.fields.get(name) for name in fields): run.recipe for run in waiting}
         executor.call(_check_machine, list(kinds.values()), executor.resources)
         waiting[0].folder.parent.mkdir(parents=True, exist_ok=True)
-    ended: list[Result] = []
+    ended: list[Run] = []
     with Display(runs, executor.at_once, show) as display:
         try:
             while waiting or executor.running:
@@ -59,18 +143,24 @@ def run_study(runs: Sequence[Result], executor: Executor, show: bool = True) -> 
     return ended
 
 
-def _checked(run: Result) -> Result:
-    """The run as its folder is, which is what a report reads."""
-    now = run.now()
-    if run.state == "finished" and not now.ended:
-        reason = now.reason or f"{now.source} lacks epochs"
-        run = replace(run, state="failed", reason=f"{reason}: move {now.folder} away to start again")
-    if run.state == "failed" and not Run(run.folder).error.exists():
-        Run(run.folder).keep_failure(run.recipe, f"{run.reason}\n")
-    return now if run.state == "finished" else replace(now, state=run.state, reason=run.reason)
+def _checked(run: Run) -> Run:
+    """The run as its folder is, which is what a report reads, unless its process ended otherwise."""
+    state, reason = run.state, run.reason
+    run.look()
+    if state == "finished" and run.ended:
+        return run
+    if state == "finished":
+        state, reason = (
+            "failed",
+            f"{run.reason or f'{run.metrics} lacks epochs'}: move {run.folder} away to start again",
+        )
+    run.state, run.reason = state, reason
+    if state == "failed" and not run.error.exists():
+        run.keep_failure(f"{reason}\n")
+    return run
 
 
-def dry_run(runs: Sequence[Result], jobs: int, resources: Resources) -> str:
+def dry_run(runs: Sequence[Run], jobs: int, resources: Resources) -> str:
     """A table of what would run, with an estimate of the time on this machine from a few steps of each setting."""
     executor = LocalExecutor(1, resources)
     waiting = [run for run in runs if not run.ended]
@@ -103,10 +193,11 @@ def cores() -> int:
 
 
 def _check_machine(recipes: Sequence[Config], resources: Resources) -> None:
-    """In a process of its own: raise an error if the device, the processor, the data or a function is unsuitable."""
-    from balnorm.bench.training.images import make_loaders
-    from balnorm.bench.training.processes import processes
+    """In a process of its own: raise an error if the device, the processor, the data or a function is unsuitable.
 
+    Otherwise every run would fail for that reason. Loading the data is the check that finds all that can be wrong with
+    it; the process frees the memory, and on a cluster it is on one of its machines.
+    """
     with processes(resources.device) as team:
         for recipe in recipes:
             if isinstance(recipe, Experiment):
@@ -118,10 +209,6 @@ def _check_machine(recipes: Sequence[Config], resources: Resources) -> None:
 
 def _measured(recipe: Recipe, resources: Resources) -> float:
     """In a process of its own: measure the seconds per epoch."""
-    import torch
-
-    from balnorm.bench.profiling import epoch_seconds
-
     torch.set_num_threads(resources.threads)
     check_precision(recipe.precision, resources.device)
     return epoch_seconds(recipe, resources.root, resources.device)

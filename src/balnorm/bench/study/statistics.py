@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from balnorm.bench.study.metrics import is_share, lower_is_better, worst
-from balnorm.bench.study.results import Result, Results, Setting
+from balnorm.bench.study.results import Results
+from balnorm.bench.training.run import Run, Setting
 
 __all__ = [
     "Difference", "Differences", "Spread", "difference", "differences_to", "epochs_to_reach", "final", "final_spread",
@@ -67,7 +68,7 @@ def spread(values: Collection[float]) -> Spread | None:
     return Spread(median, low, high, len(values))
 
 
-def values_by_epoch(runs: Sequence[Result], name: str) -> dict[int, Spread]:
+def values_by_epoch(runs: Sequence[Run], name: str) -> dict[int, Spread]:
     """A metric by epoch, over all runs that have reached it."""
     columns: dict[int, list[float]] = {}
     last = max((run.epochs for run in runs), default=0)
@@ -80,19 +81,19 @@ def values_by_epoch(runs: Sequence[Result], name: str) -> dict[int, Spread]:
     return {epoch: found for epoch in sorted(columns) if (found := spread(columns[epoch]))}
 
 
-def final(runs: Sequence[Result], name: str) -> dict[int, float]:
+def final(runs: Sequence[Run], name: str) -> dict[int, float]:
     """The metric after the last epoch, by seed, for the runs that have ended."""
     ended = [run for run in runs if run.state == "finished" and name in run.records[-1]]
     values = {run.recipe.seed: run.records[-1][name] for run in ended}
     return values | {run.recipe.seed: worst(name) for run in runs if run.state == "diverged"}
 
 
-def final_spread(runs: Sequence[Result], name: str) -> Spread | None:
+def final_spread(runs: Sequence[Run], name: str) -> Spread | None:
     """The spread of a metric after the last epoch."""
     return spread(final(runs, name).values())
 
 
-def epochs_to_reach(runs: Sequence[Result], level: float, name: str = "test_accuracy") -> list[float]:
+def epochs_to_reach(runs: Sequence[Run], level: float, name: str = "test_accuracy") -> list[float]:
     """For each run that has ended, the first epoch in which the metric was as good; infinite if there is none."""
 
     def reached(value: float) -> bool:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from balnorm.bench.study.metrics import change, is_share, number, worst
-from balnorm.bench.study.results import Result, Results
+from balnorm.bench.study.results import Results
 from balnorm.bench.study.statistics import Difference, Differences, Spread, epochs_to_reach, final_spread, spread
+from balnorm.bench.training.run import Run
 from balnorm.text_table import text_table
 
 __all__ = ["Cell", "Table", "as_csv", "as_latex", "as_markdown", "as_text", "study_tables"]
@@ -118,7 +119,7 @@ _LATEX = str.maketrans(
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _final_row(runs: Sequence[Result], results: Results) -> dict[str, Cell]:
+def _final_row(runs: Sequence[Run], results: Results) -> dict[str, Cell]:
     states = [run.state for run in runs]
 
     def cell(name: str) -> Cell:
@@ -150,7 +151,7 @@ def _difference_row(found: Difference, metric: str) -> dict[str, Cell]:
     }
 
 
-def _cost_row(runs: Sequence[Result], levels: Sequence[float], metric: str) -> dict[str, Cell]:
+def _cost_row(runs: Sequence[Run], levels: Sequence[float], metric: str) -> dict[str, Cell]:
     def epochs_to(level: float) -> Cell:
         reached = spread(epochs_to_reach(runs, level, metric))
         return _spread(f"epochs_to_{level:g}", reached, ".3g", math.inf, "not reached")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from balnorm.bench.errors import Failure
-from balnorm.bench.training.files import regular, written
+from balnorm.bench.files import regular, written
 
 __all__ = ["CheckpointError", "Loaded", "load_checkpoint", "load_weights", "save_checkpoint", "set_aside"]
 

@@ -1,4 +1,4 @@
-"""A recipe holds every setting of an experiment in one frozen dataclass. This module does not import torch."""
+"""A recipe holds every setting of an experiment in one frozen dataclass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     ModelName = str
     NormName = str
     SetName = str
-else:  # each name is written once, where it is defined; none of these modules imports torch
+else:  # each name is written once, where it is defined
     ModelName, NormName, SetName = Literal[tuple(MODELS)], Literal[tuple(NORMS)], Literal[(*SETS, "folder")]
 
 _POSITIVE = ("epochs", "batch_size", "lr", "alpha", "width", "train_limit", "test_limit", "clip_norm", "image_size")

@@ -1,4 +1,4 @@
-"""A function of the user's own as an experiment: its name, its options, and how to find it. Imports no torch."""
+"""A function of the user's own as an experiment: its name, its options, and how to find it."""
 
 from __future__ import annotations
 

@@ -13,28 +13,22 @@ from typing import Any, get_type_hints
 
 import torch
 
-from balnorm.bench.training.experiment import MACHINE, Config, Experiment, load_function
+from balnorm.bench.training.experiment import MACHINE, Experiment, load_function
 from balnorm.bench.training.machine import forget_peak_memory, peak_memory
 from balnorm.bench.training.run import RESERVED, Record, Run, RunError
 
 __all__ = ["keep", "perform"]
 
-Records = Generator[Record, None, None]
+Yielded = Generator[Record, None, None]
 
 
-def keep(
-    run: Run,
-    config: Config,
-    records: Records,
-    device: torch.device,
-    tell: Callable[[Record], object] = lambda _: None,
-) -> None:
+def keep(run: Run, records: Yielded, device: torch.device, tell: Callable[[Record], object] = lambda _: None) -> None:
     """Write each record to the run's folder when it is yielded, with the seconds and the memory it took.
 
     The first record says where the function goes on: it replaces the records from its epoch on that an earlier start
     may have left. What a function does after a ``yield`` happens once the record is on the disk.
     """
-    run.create(config)
+    run.create()
     with run.alone(), contextlib.closing(records), contextlib.ExitStack() as opened:
         curves: Any = None
         started = time.perf_counter()
@@ -55,8 +49,8 @@ def keep(
 
 def perform(experiment: Experiment, out: Path, *, file: Path, root: Path, device: str | None = None) -> None:
     """Call a function of the user's own, in the file ``file``, and keep what it yields in the folder ``out``."""
-    run = Run(out)
-    run.check(experiment)
+    run = Run(out, experiment)
+    run.check()
     function = load_function(file, experiment.function)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,14 +63,14 @@ def perform(experiment: Experiment, out: Path, *, file: Path, root: Path, device
         for name, value in zip(MACHINE, (root, device), strict=True)
         if name in inspect.signature(function).parameters
     }
-    keep(run, experiment, _records(experiment, run, place, function, file, machine), place)
+    keep(run, _records(experiment, run, place, function, file, machine), place)
 
 
 def _records(
     experiment: Experiment, run: Run, device: torch.device, function: Callable[..., Any], file: Path, machine: Any
-) -> Records:
+) -> Yielded:
     """What the user's function yields, checked and numbered. A record that is not finite ends the run: it diverged."""
-    there = run.records()
+    there = run.read()
     version = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
     run.note_environment(file=version, device=str(device), resumed=bool(there))
     run.error.unlink(missing_ok=True)

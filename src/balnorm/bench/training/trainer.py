@@ -59,17 +59,17 @@ def train(
         raise ValueError(f"checkpoint_steps must be at least 1, got {checkpoint_steps}")
     if checkpoint_minutes is not None and not 0 <= checkpoint_minutes < math.inf:
         raise ValueError(f"checkpoint_minutes must be 0 or more, and finite, got {checkpoint_minutes}")
-    run = Run(out)
-    run.check(recipe)
+    run = Run(out, recipe)
+    run.check()
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     title = f"{recipe.name} {recipe.norm} seed {recipe.seed}"
     with processes(device) as team, Progress(title, recipe.epochs, show and team.first) as progress:
         trainer = Trainer(recipe, run, team, progress, Path(root), checkpoint_steps, checkpoint_minutes)
         if team.first:
-            keep(run, recipe, trainer.epochs(), team.device, progress.epoch)
+            keep(run, trainer.epochs(), team.device, progress.epoch)
         else:
             collections.deque(trainer.epochs(), maxlen=0)
-        return run.records()
+        return run.read()
 
 
 @dataclass
@@ -187,7 +187,7 @@ class Trainer:
             found = load_checkpoint(self.run.checkpoint, self.take_up)
         except CheckpointError as error:
             raise CheckpointError(f"{error}: move {folder} away to start again") from error
-        records = len(self.run.records())
+        records = len(self.run.read())
         if found is None and records > 1:
             raise RunError(f"{folder} has results but no checkpoint to resume from: move it away to start again")
         if records < self.at.epoch:

@@ -1,4 +1,4 @@
-"""Atomic writes, and JSON from files that may be damaged. This module does not import torch."""
+"""Atomic writes, locks, and JSON from files that may be damaged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["create_atomically", "parse_json", "regular", "remove_leftovers", "write_atomically", "written"]
+from filelock import FileLock
+
+__all__ = ["create_atomically", "locked", "parse_json", "regular", "remove_leftovers", "write_atomically", "written"]
+
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 def parse_json(text: str) -> Any:
@@ -51,6 +56,24 @@ def remove_leftovers(*paths: Path) -> None:
         for leftover in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
             with contextlib.suppress(OSError):
                 leftover.unlink()
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold a lock file, which stays, against other processes. Yields whether the disk has locks.
+
+    Raises a :class:`filelock.Timeout` if another process holds it, unless ``wait`` is true.
+    """
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=wait)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:  # as of a Timeout, which is one
+            raise
+    try:
+        yield lock.is_locked
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager
