@@ -457,10 +457,10 @@ def test_only_a_lack_of_memory_is_called_one(monkeypatch, capsys, text, answer):
 )
 def test_options_without_effect_are_told(tmp_path, capsys, options, answer):
     folder = ["--root", str(tmp_path / "nowhere"), "--out", str(tmp_path / "run")]
-    assert main(["train", "cifar10-desk", *options.split(), *folder]) == 1  # there is no data
+    assert main(["train", "cifar10-desk", *options.split(), *folder]) == 2  # there is no data
     *told, _ = capsys.readouterr().err.splitlines()
     assert told == ([f"balnorm: {answer}"] if answer else [])
-    assert main(["compare", "cifar10-desk", *options.split(), *folder]) == 1
+    assert main(["compare", "cifar10-desk", *options.split(), *folder]) == 2
     *told, _ = capsys.readouterr().err.splitlines()
     assert told == ([f"balnorm: {answer}"] if answer else [])
 

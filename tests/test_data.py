@@ -167,7 +167,7 @@ def test_cifar100_has_two_labels_and_uses_the_fine_one(tmp_path):
         load("cifar100", tmp_path, "test")
 
 
-def test_svhn_reads_train_and_extra(tmp_path, monkeypatch):
+def test_svhn_reads_train_and_svhn_extra_both(tmp_path, monkeypatch):
     (tmp_path / "svhn").mkdir()
     files, parts = {}, {}
     for seed, name in enumerate(("train", "extra", "test")):

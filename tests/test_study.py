@@ -240,7 +240,7 @@ def test_a_run_that_diverges_is_a_result(tmp_path, capfd):
     assert "none seed 0: diverged" in printed
     assert "Of 1 run, 0 finished, 1 diverged." in printed
     assert compare(tmp_path, *arguments) == 0
-    assert "1 of 1 runs are already finished" in capfd.readouterr().out
+    assert "1 of 1 run is already finished" in capfd.readouterr().out
 
 
 def test_metrics_that_lost_epochs_are_told_each_time(whole_study, tmp_path, capfd):

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import types
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
@@ -92,6 +93,19 @@ def test_recipes_are_consistent(name):
     assert config.Recipe.from_dict(json.loads(json.dumps(vars(recipe)))) == recipe
     assert config.Recipe.from_dict(vars(recipe) | {"scale_to_data": True}) == recipe  # a field of 0.2
     assert RECIPES[name].__doc__
+
+
+def test_a_recipes_drops_follow_its_epochs_and_schedule():
+    recipe = get_recipe("cifar10-wrn")
+    assert [(r.epochs, r.schedule, r.drops) for r in (recipe.replaced(epochs=each) for each in (1, 3, 30, 600))] == [
+        (1, "constant", ()),
+        (3, "multistep", (2,)),
+        (30, "multistep", (15, 22)),
+        (600, "multistep", (300, 450)),
+    ]
+    assert recipe.replaced(schedule="cosine").drops == ()
+    assert recipe.replaced(epochs=30, drops=(1,)).drops == (1,)
+    assert recipe.replaced(precision="bf16") == recipe.replaced(precision="bfloat16")
 
 
 def test_the_papers_numbers():
@@ -918,15 +932,16 @@ def test_a_terminal_sees_how_far_a_run_is_ten_times_a_second(monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("balnorm.bench.training.progress.time", types.SimpleNamespace(monotonic=lambda: now))
     with Progress("a run", epochs=3) as progress:
-        progress.step(1, 4, 10, loss=0.5, accuracy=0.25, speed=1234.4)
+        progress.measured(loss=0.5, accuracy=0.25, speed=1234.4)
+        progress.step(1, 4, 10)
         (task,) = progress.bar.tasks
         assert (task.description, task.completed, task.total) == ("a run", 14, 30)
         assert task.fields["note"] == "epoch 2/3  loss 0.500  accuracy 25.0%  1,234 images/s"
         now = 5.05
-        progress.step(1, 5, 10, 0.4, 0.5, 1000.0)
+        progress.step(1, 5, 10)
         assert task.completed == 14
         now = 5.15
-        progress.step(1, 6, 10, 0.4, 0.5, 1000.0)
+        progress.step(1, 6, 10)
         assert task.completed == 16
 
 
@@ -940,7 +955,23 @@ def test_a_run_that_is_to_say_nothing_says_nothing(tmp_path, monkeypatch, capfd)
     ("arguments", "code", "message"),
     [
         (["--help"], 0, "balnorm train digits --seed 3 --out runs/a"),
-        (["train", "--help"], 0, "recipes:"),
+        (["train", "--help"], 0, "--batch-size"),
+        (["train", "--help"], 0, "imagenet-resnet50"),
+        (["compare", "--help"], 0, "--seeds"),
+        (["--version"], 0, f"balnorm {version('balnorm')}\n"),
+        (["train"], 2, "balnorm: which recipe? one of digits, "),
+        (
+            ["train", "cifar10-wrn", "--epochs", "10", "--root", "x"],
+            2,
+            "at epochs 150, 225 of 300; with 10 epochs, at 5, 8 of 10",
+        ),
+        (["train", "cifar10-wrn", "--epochs", "1", "--root", "x"], 2, "with 1 epoch, never"),
+        (
+            ["train", "cifar10-wrn", "--epochs", "9", "--drops", "9"],
+            2,
+            "drops must be ascending epochs below 9, got (9,)",
+        ),
+        (["train", "folder", "--root", "nowhere"], 2, "nowhere has no folder train or training"),
         ([], 2, "usage: balnorm COMMAND"),
         (["trian", "digits"], 2, "balnorm: there is no command 'trian': did you mean train?"),
         (["train", "digit"], 2, "the recipe must be one of digits, "),
@@ -949,7 +980,7 @@ def test_a_run_that_is_to_say_nothing_says_nothing(tmp_path, monkeypatch, capfd)
         (["train", "digits", "--norm", "batch"], 2, "weightnorm-meanonly"),
         (["train", "digits", "--epochs", "0"], 2, "epochs must be above 0, got 0"),
         (["train", "digits", "--checkpoint-steps", "0"], 2, "checkpoint_steps must be at least 1, got 0"),
-        (["train", "cifar10-desk", "--root", "nowhere"], 1, "balnorm data get cifar10 --root nowhere"),
+        (["train", "cifar10-desk", "--root", "nowhere"], 2, "balnorm data get cifar10 --root nowhere"),
     ],
 )
 def test_mistakes_on_the_command_line(tmp_path, monkeypatch, capsys, arguments, code, message):

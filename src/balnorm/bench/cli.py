@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
+from importlib.metadata import version
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
@@ -24,7 +25,7 @@ import tyro
 from balnorm.bench import profiling
 from balnorm.bench.console import patient_output, remark, say
 from balnorm.bench.data import SETS, check, download
-from balnorm.bench.errors import Failure, Stopped, sentence
+from balnorm.bench.errors import Failure, Stopped, many, sentence
 from balnorm.bench.export import Saved, export_folded, load_saved, test_batch
 from balnorm.bench.files import write_atomically
 from balnorm.bench.norms import NORMS
@@ -34,7 +35,7 @@ from balnorm.bench.study.packed import METRICS, STUDY, write_packed
 from balnorm.bench.study.report import write_report
 from balnorm.bench.study.results import read_results
 from balnorm.bench.study.runner import combinations, cores, dry_run, plan, run_study
-from balnorm.bench.training.config import NormName, Recipe, without_effect
+from balnorm.bench.training.config import NormName, Recipe, followed, without_effect
 from balnorm.bench.training.experiment import Config, Experiment, function_options, load_function
 from balnorm.bench.training.images import image_shape
 from balnorm.bench.training.machine import check_precision
@@ -56,7 +57,8 @@ _USAGE = """usage: balnorm COMMAND [options]
   fold        write a trained network as plain convolutions
   completion  print a completion script for bash, zsh or fish
 
-Repeat a command to resume what was stopped. `balnorm COMMAND --help` shows options and examples.
+Repeat a command to resume what was stopped. `balnorm COMMAND --help` shows options and examples, and
+`balnorm COMMAND RECIPE --help` the values of a recipe. `balnorm --version` shows the version.
 
 recipes:
 {recipes}
@@ -289,8 +291,11 @@ def _dispatch(given: list[str]) -> int:
     if not given or given[0] in ("-h", "--help"):
         return _usage(asked=bool(given))
     name, *rest = given
-    if name == "train" and (not rest or rest[0] in ("-h", "--help")):  # its options depend on the recipe
-        return _usage(asked=bool(rest))
+    if name == "--version":
+        print(f"balnorm {version('balnorm')}")
+        return 0
+    if name == "train" and not rest:
+        return _fail(f"which recipe? one of {', '.join(RECIPES)}, as in `balnorm train digits`", 2)
     if name not in _COMMANDS:
         near = difflib.get_close_matches(name, _COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(_COMMANDS)}."
@@ -349,6 +354,23 @@ def _recipe_and_rest(arguments: list[str]) -> tuple[str, list[str]]:
     return (arguments[0], arguments[1:]) if named else ("digits", arguments)
 
 
+def _about(recipe: str) -> str:
+    others = ", ".join(name for name in RECIPES if name != recipe)
+    return f"{RECIPES[recipe].__doc__}\n\nWith other defaults: {others}."
+
+
+def _adjusted(base: Recipe, recipe: Recipe, arguments: list[str]) -> Recipe:
+    """A recipe from options, with its own drops in proportion if the epochs are others. Says so."""
+    if any(re.match("--drops(=|$)", argument) for argument in arguments):
+        return recipe
+    adjusted = followed(base, recipe)
+    if recipe.schedule == base.schedule and adjusted != recipe:
+        now = f"at {', '.join(map(str, adjusted.drops))} of {recipe.epochs}" if adjusted.drops else "never"
+        before = f"at epochs {', '.join(map(str, base.drops))} of {base.epochs}"
+        remark(f"{base.name} divides the learning rate by ten {before}; with {many(recipe.epochs, 'epoch')}, {now}")
+    return adjusted
+
+
 def _varied(
     recipe: Any, texts: Sequence[str], allowed: Collection[str], what: str, example: str = "lr=0.01,0.1,1"
 ) -> dict[str, list[Any]]:
@@ -403,10 +425,10 @@ def _compare(arguments: list[str]) -> None:
     else:
         base = get_recipe(name)
         default = Compare(StudyRecipe(**vars(base)), Grid())
-        options = _parse(Compare, rest, f"compare {name}", RECIPES[name].__doc__, default)
+        options = _parse(Compare, rest, f"compare {name}", _about(name), default)
         allowed = vars(base).keys() - {"name", "norm", "seed"}
         vary = _varied(options.recipe, options.grid.vary, allowed, "a field of the recipe")
-        recipe = Recipe(**vars(options.recipe))
+        recipe = _adjusted(base, Recipe(**vars(options.recipe)), rest)
     grid: Grid = options.grid
     if grid.jobs < 1 or (grid.threads is not None and grid.threads < 1):
         raise ValueError("jobs and threads must be at least 1")
@@ -480,7 +502,7 @@ def _pack(arguments: list[str]) -> None:
     if not packed.runs:
         raise ValueError(f"there is no finished run in {options.study}")
     write_packed(packed, out)
-    print(f"{len(packed.runs)} runs: {out / STUDY} and {out / METRICS}")
+    print(f"{many(len(packed.runs), 'run')}: {out / STUDY} and {out / METRICS}")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -490,10 +512,10 @@ def _pack(arguments: list[str]) -> None:
 
 def _train(arguments: list[str]) -> None:
     """Train one network."""
-    name, *rest = arguments
+    name, rest = _recipe_and_rest(arguments)
     base = get_recipe(name)
-    options = _parse(Train, rest, f"train {name}", RECIPES[name].__doc__, Train(base, Where()))
-    recipe, where = options.recipe, options.where
+    options = _parse(Train, rest, f"train {name}", _about(name), Train(base, Where()))
+    recipe, where = _adjusted(base, options.recipe, rest), options.where
     recipe.check()
     remark(*without_effect(base, [recipe]))
     check_precision(recipe.precision, where.device)

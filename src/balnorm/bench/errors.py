@@ -1,6 +1,6 @@
 """How a command can end other than in success, and how to say so."""
 
-__all__ = ["Failure", "Stopped", "one_line", "sentence", "shortened"]
+__all__ = ["Failure", "Stopped", "many", "one_line", "sentence", "shortened"]
 
 
 class Failure(Exception):  # noqa: N818  # its subclasses say of what
@@ -9,6 +9,11 @@ class Failure(Exception):  # noqa: N818  # its subclasses say of what
 
 class Stopped(Exception):  # noqa: N818  # it is no error
     """Someone pressed Ctrl-C. Work in progress has been saved, and the message says how to resume."""
+
+
+def many(count: int, what: str) -> str:
+    """As ``1 run`` or ``2 runs``."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def sentence(error: BaseException | None) -> str:

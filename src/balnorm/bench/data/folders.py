@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from balnorm.bench.data.augment import ChannelStatistics, Pixels, to_float
 from balnorm.bench.data.loaders import Shares
-from balnorm.bench.data.sources import DataError, stratified
+from balnorm.bench.data.sources import DataError, MissingDataError, stratified
 from balnorm.bench.errors import one_line
 
 __all__ = ["IMAGENET_STATISTICS", "FolderLoader", "ImageFolder"]
@@ -90,7 +90,7 @@ def _split_folder(root: Path, split: str) -> Path:
     for name in _SPLITS[split]:
         if (root / name).is_dir():
             return root / name
-    raise DataError(f"{root} has no folder {' or '.join(_SPLITS[split])}, with a folder for each class inside")
+    raise MissingDataError(f"{root} has no folder {' or '.join(_SPLITS[split])}, with a folder for each class inside")
 
 
 def _class_folders(folder: Path) -> list[str]:

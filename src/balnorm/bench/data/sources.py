@@ -21,11 +21,15 @@ from numpy.typing import NDArray
 from balnorm.bench.data.sets import CIFAR, DIGITS, FASHION, IDX, SETS, SVHN, Split
 from balnorm.bench.errors import Failure
 
-__all__ = ["DataError", "ImageSpec", "Images", "channel_statistics", "load", "stratified"]
+__all__ = ["DataError", "ImageSpec", "Images", "MissingDataError", "channel_statistics", "load", "stratified"]
 
 
 class DataError(Failure):
-    """A data set is missing, truncated or damaged. The message says what to do."""
+    """A data set is truncated or damaged. The message says what to do."""
+
+
+class MissingDataError(DataError, ValueError):
+    """A data set is not there: a mistake in the command, and for the command line a ValueError."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ def _find(root: Path, name: str, *candidates: str) -> Path:
         if (root / candidate).is_file():
             return root / candidate
     advice = _DOWNLOAD.format(name=name, root=root)
-    raise DataError(f"{name} is not in {root} (looked for {' and '.join(candidates)}): {advice}")
+    raise MissingDataError(f"{name} is not in {root} (looked for {' and '.join(candidates)}): {advice}")
 
 
 def _damaged(path: Path | str, why: str) -> DataError:

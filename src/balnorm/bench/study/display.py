@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from balnorm.bench.console import printable, say
+from balnorm.bench.errors import many
 from balnorm.bench.study.metrics import lower_is_better, shown
 from balnorm.bench.training.run import Run
 
@@ -44,7 +45,8 @@ class Display:
             self.live = Live(get_renderable=self.table, refresh_per_second=2)
             self.live.start()
         if self.kept:
-            self.say(f"{self.kept} of {len(self.runs)} runs are already finished")
+            total = many(len(self.runs), "run")
+            self.say(f"{self.kept} of {total} {'is' if len(self.runs) == 1 else 'are'} already finished")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -120,7 +122,7 @@ class Display:
         """The cells of a setting's row."""
         runs = [run for run in self.runs if str(run.setting) == setting]
         over = [run.state for run in runs if run in self.over]
-        running = [f"{run.recipe.seed}: {len(run.lines)}/{self.epochs(run)}" for run in runs if run in self.running]
+        running = [f"{run.recipe.seed}: {_done(run)}/{self.epochs(run)}" for run in runs if run in self.running]
         name = next((run.metric for run in runs if run.records), "")
         values = [record[name] for run in runs for record in run.records if name in record]
         best = [shown(name, (min if lower_is_better(name) else max)(values))] if values else []
@@ -132,6 +134,10 @@ class Display:
             str(over.count("failed") or ""),
             clock(self.time_left(setting)) if best and any(map(self.left, runs)) else "",
         ]
+
+
+def _done(run: Run) -> str:
+    return f"{len(run.lines) + run.part:.1f}".removesuffix(".0")
 
 
 def clock(seconds: float) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from balnorm.bench.errors import one_line
+from balnorm.bench.errors import many, one_line
 from balnorm.bench.files import regular, write_atomically
 from balnorm.bench.norms import NORMS
 from balnorm.bench.study.figures import Figure, figures, styles_of
@@ -180,10 +180,16 @@ def _ranking(results: Results, ranked: list[tuple[Setting, Spread]]) -> list[str
     leaders = [str(setting) for setting, found in ranked if found.median == best.median]
     quartiles = f"quartiles {shown(metric, best.low)} to {shown(metric, best.high)}, "
     alike, spread = (", alike", "") if len(leaders) > 1 else ("", quartiles)
-    epochs, seeds = _many(max(run.epochs for run in results.by_setting[first]), "epoch"), _many(best.n, "seed")
+    epochs, seeds = many(max(run.epochs for run in results.by_setting[first]), "epoch"), many(best.n, "seed")
+    name, middle = results.metrics[metric][1], shown(metric, best.median)
+    if len(ranked) == 1:
+        median = "median " if best.n > 1 else ""
+        return [
+            f"{first} reached a {median}{name} of {middle} after {epochs} ({quartiles if best.n > 1 else ''}{seeds})."
+        ]
     sentence = (
         f"{' and '.join(leaders)} came out {'lowest' if lower_is_better(metric) else 'highest'}{alike}: a median "
-        f"{results.metrics[metric][1]} of {shown(metric, best.median)} after {epochs} ({spread}{seeds})."
+        f"{name} of {middle} after {epochs} ({spread}{seeds})."
     )
     rest = ranked[len(leaders) :]
     others = [
@@ -214,7 +220,7 @@ def _compared(differences: Differences, everything: bool) -> list[str]:
     for setting, found in pairs.items():
         points = " points" * is_share(metric)
         text = f"Seed by seed, {setting} is {change(metric, found.median)}{points} from {baseline} (median of "
-        text += _many(found.n, "seed")
+        text += many(found.n, "seed")
         if found.interval:
             verdict = "which does not exclude 0" if found.low <= 0 <= found.high else "which excludes 0"
             text += f", 95% interval {change(metric, found.low)} to {change(metric, found.high)}, {verdict}"
@@ -232,11 +238,7 @@ def _counted(results: Results) -> str:
         "not finished yet": results.count("unfinished") + results.count("new"),
     }
     told = ", ".join(f"{count} {what}" for what, count in rest.items() if count)
-    return f"Of {_many(total, 'run')}, {finished} finished, {told}."
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+    return f"Of {many(total, 'run')}, {finished} finished, {told}."
 
 
 # --------------------------------------------------------------------------------------------------------------------

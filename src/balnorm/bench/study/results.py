@@ -20,7 +20,17 @@ from balnorm.bench.training.run import RESERVED, Run, RunError, Setting, State
 
 __all__ = ["Results", "read_results", "settings_of"]
 
-_OURS = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "report", "error.txt", "files", "lock"}
+_OURS = {
+    "config.json",
+    "environment.json",
+    "metrics.jsonl",
+    "tensorboard",
+    "report",
+    "error.txt",
+    "files",
+    "lock",
+    "progress",
+}
 _OURS |= {"checkpoint.pt", "checkpoint.pt.previous", "checkpoint.pt.damaged"}
 
 

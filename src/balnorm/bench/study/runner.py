@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import torch
 
-from balnorm.bench.errors import Stopped
+from balnorm.bench.errors import Stopped, many
 from balnorm.bench.profiling import epoch_seconds
 from balnorm.bench.study.display import Display, clock
 from balnorm.bench.study.executors import Executor, LocalExecutor, Resources, StudyError
@@ -101,8 +101,8 @@ def _folders_by_recipe(parent: Path) -> dict[Config, list[Path]]:
 
 def run_name(recipe: Config, changed: Mapping[str, Any]) -> str:
     """The name of a run's folder, such as ``batchnorm-lr=0.3-seed2``, without what has no effect."""
-    idle = recipe.idle()
-    varied = (f"{name}={text_of(value)}" for name, value in changed.items() if name not in idle)
+    idle, fields = recipe.idle(), recipe.fields
+    varied = (f"{name}={text_of(fields.get(name))}" for name in changed if name not in idle)
     return quote("-".join([recipe.norm, *varied, f"seed{recipe.seed}"]), safe="=+, ")  # a norm may have any name
 
 
@@ -110,7 +110,7 @@ def run_study(runs: Sequence[Run], executor: Executor, show: bool = True) -> lis
     """Train the runs that have not ended, and return them with their new states. A failed run does not stop the others.
 
     Args:
-        runs: all runs of the study, as :func:`balnorm.bench.study.grid.plan` returns them.
+        runs: all runs of the study, as :func:`plan` returns them.
         executor: where to train them.
         show: whether to show progress.
     """
@@ -179,12 +179,10 @@ def dry_run(runs: Sequence[Run], jobs: int, resources: Resources) -> str:
     table = text_table(header[: len(rows[0])], rows) + "\n\n" if rows else ""
     at_once = f", {jobs} at a time" if jobs > 1 else ""
     if rows and not total:
-        return f"{table}{len(waiting)} of {len(runs)} runs to do{at_once}"
-    threads = f"{resources.threads} thread{'s' if resources.threads > 1 else ''}"
-    return (
-        f"{table}{len(waiting)} of {len(runs)} runs to do{at_once}: about {clock(total / jobs)} on this machine, "
-        f"estimated from a few steps with {threads}"
-    )
+        return f"{table}{len(waiting)} of {many(len(runs), 'run')} to do{at_once}"
+    threads = many(resources.threads, "thread")
+    left = f"{len(waiting)} of {many(len(runs), 'run')} to do{at_once}: about {clock(total / jobs)} on this machine, "
+    return f"{table}{left}estimated from a few steps with {threads}"
 
 
 def cores() -> int:

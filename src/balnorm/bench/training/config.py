@@ -12,7 +12,7 @@ from balnorm.bench.data.sets import SETS
 from balnorm.bench.models import MODELS
 from balnorm.bench.norms import NORMS
 
-__all__ = ["ModelName", "NormName", "Recipe", "SetName", "without_effect"]
+__all__ = ["ModelName", "NormName", "Recipe", "SetName", "followed", "without_effect"]
 
 if TYPE_CHECKING:
     ModelName = str
@@ -92,7 +92,8 @@ class Recipe:
     ema: float | None = None
     """Evaluate a moving average of the weights, with this decay."""
 
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    precision: Literal["float32", "bfloat16", "bf16", "float16", "fp16"] = "float32"
+    """Of training; bf16 and fp16 are short for bfloat16 and float16."""
     compile: bool = False
     sync_stats: bool = False
     """Compute statistics over all processes together; for batchnorm, on GPUs only."""
@@ -106,6 +107,10 @@ class Recipe:
 
     metric: ClassVar[str] = "test_accuracy"
     """The metric that leads in a report."""
+
+    def __post_init__(self) -> None:
+        short = {"bf16": "bfloat16", "fp16": "float16"}
+        object.__setattr__(self, "precision", short.get(self.precision, self.precision))  # one recipe, one spelling
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -129,7 +134,7 @@ class Recipe:
 
     def replaced(self, **changes: Any) -> Recipe:
         """The recipe with these changes. Fields without effect get their defaults: one run has one recipe."""
-        changed = replace(self, **changes)
+        changed = followed(self, replace(self, **changes)) if "drops" not in changes else replace(self, **changes)
         return replace(changed, **{name: getattr(Recipe, name) for name in changed.idle()})
 
     def check(self) -> None:
@@ -237,6 +242,17 @@ def _is_a(value: object, kind: Any) -> bool:
     if kind is float:
         return type(value) in (int, float)
     return type(value) is kind
+
+
+def followed(base: Recipe, changed: Recipe) -> Recipe:
+    """A recipe that changes the epochs or the schedule of another, with that one's drops in the same proportion."""
+    if not base.drops or (changed.epochs, changed.schedule) == (base.epochs, base.schedule):
+        return changed
+    scaled = {round(drop * changed.epochs / base.epochs) for drop in base.drops if changed.schedule == base.schedule}
+    drops = tuple(sorted(drop for drop in scaled if 0 < drop < changed.epochs))
+    return replace(
+        changed, drops=drops, schedule=changed.schedule if drops or changed.schedule != "multistep" else "constant"
+    )
 
 
 def without_effect(base: Recipe, recipes: Sequence[Recipe]) -> list[str]:

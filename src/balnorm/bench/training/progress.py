@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from balnorm.bench.console import printable, say
@@ -14,13 +16,14 @@ __all__ = ["Progress"]
 class Progress:
     """Shows the steps of an epoch as they happen, and a line for each finished epoch.
 
-    Of several processes, the first one does; the others have ``show=False``.
+    Of several processes, the first one does; the others have ``show=False``. A run of a study writes how far it is in
+    an epoch to a file in place of that, for the study's own display.
     """
 
-    def __init__(self, title: str, epochs: int, show: bool = True) -> None:
-        self.title, self.epochs, self.show = printable(title), epochs, show
+    def __init__(self, title: str, epochs: int, show: bool = True, file: Path | None = None) -> None:
+        self.title, self.epochs, self.show, self.file = printable(title), epochs, show, file
         self.bar: Any = None
-        self.last = 0.0
+        self.last, self.note = 0.0, ""
 
     def __enter__(self) -> Progress:
         if self.show and sys.stdout.isatty():
@@ -35,16 +38,27 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.stop()
+        if self.file is not None:
+            with contextlib.suppress(OSError):
+                self.file.unlink(missing_ok=True)
 
-    def step(self, epoch: int, step: int, steps: int, loss: float, accuracy: float, speed: float) -> None:
-        """Report a finished step, with the speed in images per second. Updates the bar at most ten times a second."""
+    def step(self, epoch: int, step: int, steps: int) -> None:
+        """Report how many steps of an epoch are done: at most ten times a second, or once a second to a file."""
         now = time.monotonic()
-        if self.bar is None or now - self.last < 0.1:
+        if now - self.last < (1 if self.bar is None else 0.1):
             return
         self.last = now
-        note = f"epoch {epoch + 1}/{self.epochs}  loss {loss:.3f}  accuracy {accuracy:.1%}  {speed:,.0f} images/s"
-        completed, total = epoch * steps + step, self.epochs * steps
-        self.bar.update(self.task, completed=completed, total=total, note=note, visible=True)
+        if self.bar is not None:
+            completed, total = epoch * steps + step, self.epochs * steps
+            note = f"epoch {epoch + 1}/{self.epochs}  {self.note}"
+            self.bar.update(self.task, completed=completed, total=total, note=note, visible=True)
+        elif self.file is not None:
+            with contextlib.suppress(OSError):  # it is only for show
+                self.file.write_text(f"{epoch} {step / steps:.3f}")
+
+    def measured(self, loss: float, accuracy: float, speed: float) -> None:
+        """Show these numbers of the epoch so far from now on; the speed is in images per second."""
+        self.note = f"loss {loss:.3f}  accuracy {accuracy:.1%}  {speed:,.0f} images/s"
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Report a finished epoch."""

@@ -99,7 +99,7 @@ class Run:
     In the folder, ``config.json`` is the recipe or experiment; ``environment.json`` the machine and versions, of every
     start; ``metrics.jsonl`` a line for each epoch; ``checkpoint.pt`` (and the one before it) the state to go on from,
     in ``files/`` what an experiment keeps; ``tensorboard/`` its curves; ``error.txt`` says why it failed, until it is
-    resumed.
+    resumed; ``lock`` is locked while it is trained, and ``progress`` says how far it is in an epoch.
 
     Args:
         folder: its own, or that of the packed study that contains it.
@@ -116,6 +116,7 @@ class Run:
         self.tensorboard = self.folder / "tensorboard"
         self.files = self.folder / "files"
         self.error = self.folder / "error.txt"
+        self.progress = self.folder / "progress"
         self.setting = Setting("")
         if recipe is not None:
             self.recipe = recipe
@@ -151,6 +152,14 @@ class Run:
         except (RunError, OSError) as error:
             self.state, self.lines, self.reason = "failed", (), one_line(error)
         return self
+
+    @property
+    def part(self) -> float:
+        """How much of the current epoch is done, as far as that is known."""
+        with suppress(OSError, ValueError):
+            epoch, part = regular(self.progress).read_text().split()
+            return float(part) if int(epoch) == len(self.lines) else 0.0
+        return 0.0
 
     @property
     def ended(self) -> bool:

@@ -63,7 +63,12 @@ def train(
     run.check()
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     title = f"{recipe.name} {recipe.norm} seed {recipe.seed}"
-    with processes(device) as team, Progress(title, recipe.epochs, show and team.first) as progress:
+    with (
+        processes(device) as team,
+        Progress(
+            title, recipe.epochs, show and team.first, None if show or not team.first else run.progress
+        ) as progress,
+    ):
         trainer = Trainer(recipe, run, team, progress, Path(root), checkpoint_steps, checkpoint_minutes)
         if team.first:
             keep(run, trainer.epochs(), team.device, progress.epoch)
@@ -144,11 +149,13 @@ class Trainer:
         steps, first, saved = len(loader), at.step, started
         minutes = math.inf if self.checkpoint_minutes is None else self.checkpoint_minutes
         self.learner.forward.train()
+        self.progress.step(at.epoch, at.step, steps)
         for images, labels in loader.epoch(at.epoch, at.step):
             self.learner.follow_schedule(at.epoch + at.step / steps)
             scores, loss = self.learner.step(images, labels, at.epoch, at.step)
             at.sums += sums_of(loss * len(labels), scores, labels)
             at.step += 1
+            self.progress.step(at.epoch, at.step, steps)
             due, interrupted = at.step % (self.checkpoint_steps or math.inf) == 0, False
             if at.step % _LOOK_UP == 0 or at.step == steps:  # otherwise do not wait for the device
                 diverged, now = not bool(at.sums.isfinite().all()), time.perf_counter()
@@ -158,7 +165,7 @@ class Trainer:
                 due = due or interrupted or late
                 speed = (at.step - first) * self.recipe.batch_size * self.team.world / (now - started)
                 total, right, count = at.sums.tolist()
-                self.progress.step(at.epoch, at.step, steps, total / count, right / count, speed)
+                self.progress.measured(total / count, right / count, speed)
             if due:
                 saved = time.perf_counter()
                 self.save(saved - started)
