@@ -1,6 +1,6 @@
 # Every target builds .venv by itself when it is missing or older than what it is made from.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all test-torch fuzz check format bench docs clean
+.PHONY: help demo test test-slow test-all test-torch fuzz fuzz-triton check format bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -35,6 +35,9 @@ fuzz: $(READY) ## random layers and misuse on kernels under AddressSanitizer and
 	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so) $$($(CC) -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 OMP_NUM_THREADS=1 \
 		$(BIN)/python -W ignore tests/fuzz.py $(or $(CASES),10000) build/kernels-sanitized.so
+
+fuzz-triton: $(READY) ## random layers on the Triton kernels in the interpreter, CASES=1000 by default
+	TRITON_INTERPRET=1 CASES=$(or $(CASES),1000) $(BIN)/pytest -q tests/interpreted.py
 
 check: $(READY) ## formatting, lint and types, changing nothing
 	$(BIN)/ruff format --check .

@@ -35,6 +35,7 @@ from balnorm.bench.profiling import interleaved, ratio, saved_bytes, training_st
 from balnorm.bench.recipes import get_recipe
 from balnorm.bench.training import images, learner, trainer
 from balnorm.bench.training.machine import ProcessorError, check_precision
+from benchmarks.gpu import gpu
 from benchmarks.memory import VOLUMES, largest_cube, peak_memory_of_step
 from benchmarks.networks import COMPILED, METHODS, NETWORKS
 from benchmarks.zoo import TIMM, TORCHVISION, as_trained, build, exactness, import_timm, trial
@@ -598,6 +599,7 @@ PARTS: dict[str, Callable[[int], Iterable[str]]] = {
     "training": training,
     "zoo": zoo,
     "trained": trained,
+    "gpu": gpu,
 }
 
 if __name__ == "__main__":

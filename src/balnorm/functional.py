@@ -12,10 +12,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
+import torch
 from torch import Tensor
 
-from balnorm._core import function, method
-from balnorm._core.backends import cpu
+from balnorm._core import backends, function, method
 from balnorm._core.geometry import channels_of, geometry_of, per_axis
 from balnorm._core.options import MASSES, MassKind, OptionKeywords, Options
 
@@ -42,14 +42,16 @@ __all__ = [
 ]
 
 
-def backend() -> str:
-    """What computes the balance of tensors in a CPU's memory, and why: ``"native, ..."`` or ``"torch: ..."``.
+def backend(device: torch.device | str = "cpu") -> str:
+    """What computes the balance of tensors on a device, and why.
 
-    The native kernels are compiled when balnorm is installed, if there is a C compiler; ``BALNORM_BACKEND=torch`` in
-    the environment switches them off. Older torch does not expose its thread pool; the kernels then run
-    single-threaded. Other devices always use torch's own operations.
+    The answer starts with ``native``, ``triton`` or ``torch``. On a CPU it is native kernels, which are compiled when
+    balnorm is installed, if there is a C compiler. Older torch does not expose its thread pool; the kernels then run
+    single-threaded. On CUDA and ROCm devices it is Triton kernels, if Triton can be imported and a small layer gives
+    the same results with them as with torch; the first layer on a device, or this function, tries it. Other devices use
+    torch's own operations, and all devices do with ``BALNORM_BACKEND=torch`` in the environment.
     """
-    return cpu.status()
+    return backends.status(torch.device(device))
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Tensor])

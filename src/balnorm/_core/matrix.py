@@ -12,7 +12,7 @@ from balnorm._core.geometry import Geometry, by_output, from_by_output
 from balnorm._core.method import like_weight
 from balnorm._core.options import MassKind
 
-__all__ = ["WeightMatrix"]
+__all__ = ["WeightMatrix", "same_order"]
 
 
 class WeightMatrix(NamedTuple):
@@ -43,13 +43,14 @@ class WeightMatrix(NamedTuple):
         values = values.contiguous(memory_format=_CHANNELS_LAST[axes] if channels_last else torch.contiguous_format)
         return cls(values, geometry.groups, geometry.transposed, channels_last)
 
-    def like(self, gradient: Tensor) -> Tensor:
-        """A gradient of the weight, as kernels in the same order and precision."""
+    def like(self, gradient: Tensor, convert: bool = True) -> Tensor:
+        """A gradient of the weight, as kernels in the same order and (``convert``) precision."""
         if self.transposed:
             gradient = by_output(gradient, self.groups, True).flatten(0, 1)
-        if gradient.stride() == self.values.stride() and gradient.dtype == self.values.dtype:
+        dtype = self.values.dtype if convert else gradient.dtype
+        if gradient.dtype == dtype and same_order(gradient, self.values):
             return gradient
-        return torch.empty_like(self.values).copy_(gradient)
+        return torch.empty_like(self.values, dtype=dtype).copy_(gradient)
 
     def rows(self, kernels: Tensor) -> Tensor:
         outputs = kernels.shape[0]
@@ -90,6 +91,11 @@ class WeightMatrix(NamedTuple):
 
     def _inputs_and_taps(self) -> tuple[int, int]:
         return self.values.shape[1], math.prod(self.values.shape[2:])
+
+
+def same_order(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors of one shape lie in memory alike: the stride of an axis with one element does not matter."""
+    return all(n <= 1 or i == j for n, i, j in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
 _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}

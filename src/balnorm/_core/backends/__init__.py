@@ -8,14 +8,23 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from torch import Tensor
+from torch import Tensor, device
 
-from balnorm._core.backends import cpu, torch
+from balnorm._core.backends import cpu, torch, triton
 from balnorm._core.backends.torch import Call, Forward, Running
 
-__all__ = ["Call", "Forward", "Running", "choose", "cpu", "torch"]
+__all__ = ["Call", "Forward", "Running", "choose", "cpu", "status", "torch", "triton"]
 
 
 def choose(*tensors: Tensor | None) -> ModuleType:
     """The backend for a layer with these tensors."""
-    return cpu if cpu.takes(*tensors) else torch
+    return cpu if cpu.takes(*tensors) else triton if triton.takes(*tensors) else torch
+
+
+def status(where: device) -> str:
+    """Which backend a device uses, and why."""
+    if where.type == "cpu":
+        return cpu.status()
+    if where.type == "cuda":
+        return triton.status(where.index)
+    return f"torch: there are no kernels for {where.type}"
