@@ -32,7 +32,7 @@ recipe = replace(get_recipe("cifar10-desk"), depth=DEPTH, width=8, epochs=5)
 torch.set_num_threads(1)
 
 # Every branch adds an output of variance 1 to the sum of those before it, and in a network of balanced layers no norm
-# stands behind the last one. So with gains of 1 the features grow with the square root of the number of blocks.
+# stands after the last one. So with gains of 1 the features grow with the square root of the number of blocks.
 
 for seed in seeds:
     for name, gain in (("1", 1.0), ("1 / sqrt(blocks)", BLOCKS**-0.5), ("0", 0.0)):

@@ -19,7 +19,7 @@ from balnorm import BalNormConv2d, balance_report, fold, param_groups, update_st
 
 # ## The data
 #
-# BalNorm expects inputs that are not negative, as behind a ReLU. So scale pixels to [0, 1], and do not subtract their
+# BalNorm expects inputs that are not negative, as after a ReLU. So scale pixels to [0, 1], and do not subtract their
 # mean. (If your loader has to subtract it, give the first layer `centred=True`.)
 
 torch.manual_seed(0)

@@ -91,7 +91,7 @@ def weight_standardized(*args: Any, **kwargs: Any) -> nn.Module:
 class _ScaledStandardize(nn.Module):
     """gain gamma (w - mean) / (std sqrt(fan_in)) in each output channel, with a learned gain that starts at 1.
 
-    gamma is the inverse deviation of a rectified unit Gaussian: outputs have variance 1 behind such inputs.
+    gamma is the inverse deviation of a rectified unit Gaussian: outputs have variance 1 after such inputs.
     """
 
     gamma = math.sqrt(2.0 / (1.0 - 1.0 / math.pi))

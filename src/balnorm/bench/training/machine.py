@@ -126,7 +126,7 @@ _PROGRAM = """
 import contextlib, os, sys
 with contextlib.suppress(ImportError, ValueError):
     import resource
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # if it dies, then without a file to remember it by
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dump
 import torch
 from torch import nn
 torch.set_num_threads(1)
