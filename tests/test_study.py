@@ -323,7 +323,7 @@ def test_missing_data_is_told_before_anything_runs(tmp_path, capfd):
     for recipe in (["cifar10-desk"], *(["digits", "--vary", data] for data in both)):
         where = ["--root", str(tmp_path / "data"), "--out", str(tmp_path / "study")]
         little = ["--norms", "none", "--seeds", "1", "--epochs", "1", "--train-limit", "200"]
-        assert main(["compare", *recipe, *where, *little]) == 1
+        assert main(["compare", *recipe, *where, *little]) == 2
         printed = capfd.readouterr().err
         assert printed.count("\n") == 1
         assert "balnorm data get cifar10" in printed
@@ -615,8 +615,8 @@ def test_a_trial_that_is_killed_is_one_sentence():
 
 def test_a_run_that_somebody_else_trains_is_left_to_them(tmp_path, capfd):
     member = plan(DIGITS, tmp_path, ["balnorm"], 1)[0]
-    run = Run(member.folder)
-    run.create(member.recipe)
+    run = Run(member.folder, member.recipe)
+    run.create()
     with run.alone():
         ended = run_study([member], LocalExecutor(1, Resources()))
     assert [run.state for run in ended] == ["busy"]
