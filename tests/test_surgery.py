@@ -284,6 +284,14 @@ def test_averaged_weights_need_new_statistics(digits):
     assert stale > 1.3 * renewed
 
 
+def test_update_stats_says_that_everything_is_frozen():
+    """As it is after the conversion of a trained network: averaged weights would be evaluated with old statistics."""
+    model = freeze_stats(small_network())
+    with pytest.warns(BalNormWarning, match=r"Call balnorm.unfreeze_stats\(model\) first"):
+        update_stats([torch.rand(2, 3, 8, 8)], model)
+    update_stats([torch.rand(2, 3, 8, 8)], unfreeze_stats(model))  # a warning would be an error
+
+
 def test_frozen_statistics_survive_train():
     model = freeze_stats(trained()).train()
     before = copy.deepcopy(model.state_dict())

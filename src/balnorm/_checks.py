@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from balnorm.layers import BalNormLayer
 
 __all__ = [
+    "ALL_FROZEN",
     "FOLD",
     "HAS_HOOKS",
     "NO_STATISTICS",
@@ -30,6 +31,10 @@ __all__ = [
     "warn",
 ]
 
+ALL_FROZEN = (
+    "update_stats changed nothing: all balanced layers have frozen statistics, as those of a converted trained network "
+    "do. Call balnorm.unfreeze_stats(model) first if you want new ones"
+)
 FOLD = "fold the model first, with balnorm.fold(model)"
 HAS_HOOKS = "{} has hooks, which the folded layer does not get: its output may differ"
 NO_STATISTICS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from balnorm._checks import ALL_FROZEN, BalNormWarning
 from balnorm.channels import ChannelCentre
 from balnorm.layers import BalNormLayer, layer_statistics
 from balnorm.surgery._model import ModelT, input_of_batch, uncompiled, undisturbed, widest
@@ -53,6 +55,8 @@ def update_stats(
         for layer in model.modules()
         if isinstance(layer, _Tracking) and layer.running_mean is not None and not layer.stats_frozen
     ]
+    if not layers and any(isinstance(layer, _Tracking) and layer.stats_frozen for layer in model.modules()):
+        warnings.warn(ALL_FROZEN, BalNormWarning, stacklevel=2)
     sums = {layer: StatisticsSum(layer) for layer in layers}
     with undisturbed(model), torch.no_grad(), ExitStack() as hooks:
         model.eval()
