@@ -672,6 +672,7 @@ def test_fold_puts_back_what_was_there():
     assert not any(type(module).__module__.startswith("balnorm") for module in folded.modules())
     assert str(folded[3].act1) == "SiLU(inplace=True)"
     assert type(model[3].act1) is activations.SiLU
+    assert folded[3].act1._forward_hooks is not model[3].act1._forward_hooks
     torch.testing.assert_close(folded(x), model(x), atol=1e-5, rtol=1e-5)
 
 

@@ -136,9 +136,7 @@ class LeanActivation(nn.Module):
 
     def fuse(self) -> nn.Module:
         """Return torch's own module with the same arguments."""
-        plain = copy.copy(self)
-        plain.__class__ = self.plain  # type: ignore[assignment]
-        return plain
+        return _as(self.plain, self)
 
     def _get_name(self) -> str:
         return f"activations.{type(self).__name__}"
@@ -257,9 +255,15 @@ def lean_activation(module: nn.Module) -> LeanActivation | None:
     """The module of this file that computes what ``module`` computes, if there is one."""
     kind = type(module)
     if kind in _LEAN:
-        made = copy.copy(module)
-        made.__class__ = _LEAN[kind]
-        return cast(LeanActivation, made)
+        return cast(LeanActivation, _as(_LEAN[kind], module))
     if kind.__module__ == "timm.layers.activations" and kind.__name__ in _OF_TIMM:
         return None if getattr(module, "inplace", False) else _OF_TIMM[kind.__name__]().train(module.training)
     return None
+
+
+def _as(kind: type[nn.Module], module: nn.Module) -> nn.Module:
+    """A copy of a module as one of another class, with dictionaries of its own: hooks of one are not those of both."""
+    made = copy.copy(module)
+    vars(made).update({name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)})
+    made.__class__ = kind
+    return made
