@@ -1,5 +1,6 @@
 """The native kernels against torch's own operations, over shapes, layouts and options; how they are found and used."""
 
+import contextlib
 import copy
 import inspect
 import math
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import balnorm
 import balnorm.functional as BF
@@ -439,3 +441,26 @@ def test_moving_averages_move_as_torch_moves_them(counter):
             results.append(running)
         torch.testing.assert_close(results[0], results[1])
         assert results[0].mass.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mode_that_watches_only_the_backward_pass_may_do_so(dtype):
+    """Gradients in another type or order of memory were refused under it, though copies of them will do."""
+    layer = balnorm.BalNormConv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    x = torch.rand(2, 4, 6, 6, requires_grad=True)
+    gradients = []
+    for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = layer(x).float().square().sum()
+        with mode:
+            gradients.append(torch.autograd.grad(loss, [x, *layer.parameters()]))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_views_that_are_negated_when_read_are_read_so():
+    """Their memory holds the opposite signs."""
+    x = torch.randn(2, 3, 6, 6, dtype=torch.complex64).conj().imag
+    assert x.is_neg()
+    weight = torch.randn(4, 3, 3, 3)
+    assert torch.equal(BF.bal_conv2d(x, weight), BF.bal_conv2d(x.resolve_neg(), weight))

@@ -66,6 +66,8 @@ def balanced_conv(
     x = input if input.dim() == weight.dim() else _batched(input, geometry)
     if x.dtype != call.dtype:
         x = x.to(call.dtype)
+    if not transformed and x.is_neg():
+        x = x.resolve_neg()  # a view such as z.conj().imag, whose memory holds the negative values
 
     running = given = None
     if running_mass is not None:

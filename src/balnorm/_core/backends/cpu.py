@@ -254,7 +254,9 @@ def _call(plan: _Plan, tensors: Sequence[Tensor | None]) -> int:
 
 def _fitting(tensor: Tensor, expected: _Expected) -> Tensor:
     """The tensor, or a copy if it only has another type or order of memory."""
-    if not expected.copy or tensor.shape != expected.shape or not takes(tensor) or tensor.layout != torch.strided:
+    if not expected.copy or tensor.shape != expected.shape or tensor.layout != torch.strided:
+        return tensor
+    if not tensor.is_cpu or type(tensor) not in PLAIN:
         return tensor
     if tensor.dtype == expected.dtype and _same(expected.shape, tensor.stride(), expected.strides):
         return tensor
