@@ -112,3 +112,16 @@ def digits_network(**options: Any) -> nn.Module:
         nn.Flatten(),
         nn.Linear(128, 10),
     )
+
+
+class Steps(nn.Module):
+    """A model whose forward is given as a function of the module and its input."""
+
+    def __init__(self, forward, **modules):
+        super().__init__()
+        self.run = forward
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x):
+        return self.run(self, x)

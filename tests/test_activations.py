@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from balnorm import BalNormConv1d, BalNormConv2d, BalNormLinear, activations, convert, fold
 from balnorm.bench.profiling import saved_bytes
+from cases import Steps
 
 # Raised inside torch's own compiler, functional transforms and checkpointing, not by ours.
 pytestmark = [
@@ -49,23 +50,17 @@ LAYOUTS = {
 }
 
 
+class TwoInputs(Steps):
+    """Steps with a second input, for the gradient of both."""
+
+    def forward(self, x, *gate):
+        return self.run(self, x, *gate)
+
+
 def pair(name):
     """torch's module, and ours."""
     kind, options = ALL[name]
     return kind.plain(**options), kind(**options)
-
-
-class Steps(nn.Module):
-    """A model whose forward is given as a function of the module and its inputs."""
-
-    def __init__(self, forward, **modules):
-        super().__init__()
-        self.run = forward
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, *inputs):
-        return self.run(self, *inputs)
 
 
 def gradients(function, *inputs):
@@ -228,7 +223,7 @@ def test_a_product_with_a_gate_keeps_the_gate(gate):
     x, g = torch.randn(3, 4, 16, 16), torch.randn(3, 4, 1, 1)
 
     def network(act, gate, way):
-        return Steps(lambda self, x, g=g: self.layer(way(act(2 * x), gate(2 * g))), layer=layer)
+        return TwoInputs(lambda self, x, g=g: self.layer(way(act(2 * x), gate(2 * g))), layer=layer)
 
     torchs = network(nn.SiLU(), gate.plain(), torch.mul)
     expected = gradients(torchs, x, g)

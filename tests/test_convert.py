@@ -24,6 +24,7 @@ from balnorm.init import unit_variance_scale
 from balnorm.surgery._decisions import attribute
 from balnorm.surgery._flow import data_flow, recorded, traced
 from balnorm.surgery._model import undisturbed
+from cases import Steps
 
 may_balance_nothing = pytest.mark.filterwarnings("ignore:convert balances nothing")
 
@@ -74,19 +75,6 @@ def pre_activation_network(last_norm=True):
         nn.Flatten(),
         nn.Linear(16, 4),
     )
-
-
-class Steps(nn.Module):
-    """A model whose forward is given as a function of the module and its input."""
-
-    def __init__(self, forward, **modules):
-        super().__init__()
-        self.run = forward
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, x):
-        return self.run(self, x)
 
 
 class Untraceable(nn.Module):

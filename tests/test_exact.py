@@ -13,19 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, TensorDataset
 
 from balnorm import BalNormLayer, BalNormWarning, ChannelAffine, convert, fold, unfreeze_stats
-
-
-class Steps(nn.Module):
-    """A model whose forward is given as a function of the module and its input."""
-
-    def __init__(self, forward, **modules):
-        super().__init__()
-        self.run = forward
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, x):
-        return self.run(self, x)
+from cases import Steps
 
 
 def conv(inputs, outputs, kernel=3, **options):
