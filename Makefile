@@ -90,7 +90,7 @@ $(VENV)-torch-%/.ready:
 		scikit-learn
 	touch $@
 
-BENCH_TESTS := cli command_line_failures data distribution download exact experiment mixup pack package page processor ray report study training zoo
+BENCH_TESTS := cli command_line_failures data distribution download exact experiment mixup pack package page processor ray report study training user_code zoo
 BENCH_SOURCES := __main__.py bench
 LIBRARY_TESTS := tests src --ignore=tests/held.py --ignore=tests/ray_study.py $(BENCH_TESTS:%=--ignore=tests/test_%.py) \
 	$(BENCH_SOURCES:%=--ignore=src/balnorm/%)

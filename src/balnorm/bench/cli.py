@@ -36,11 +36,12 @@ from balnorm.bench.study.report import write_report
 from balnorm.bench.study.results import read_results
 from balnorm.bench.study.runner import combinations, cores, dry_run, plan, run_study
 from balnorm.bench.training.config import NormName, Recipe, followed, without_effect
-from balnorm.bench.training.experiment import Config, Experiment, function_options, load_function
+from balnorm.bench.training.experiment import Config, Experiment, function_options
 from balnorm.bench.training.images import image_shape
 from balnorm.bench.training.machine import check_precision
 from balnorm.bench.training.processes import processes
 from balnorm.bench.training.trainer import train
+from balnorm.bench.user_code import load_function
 from balnorm.diagnostics import balance_report
 
 __all__ = ["main"]

@@ -26,13 +26,14 @@ from typing import Any
 
 import torch
 
-from balnorm.bench.errors import Failure, Stopped, one_line, sentence
+from balnorm.bench.errors import Failure, Stopped, one_line
 from balnorm.bench.training.config import Recipe
 from balnorm.bench.training.experiment import Config
 from balnorm.bench.training.keep import perform
 from balnorm.bench.training.machine import ProcessorError, check_precision, remedy_after
 from balnorm.bench.training.run import Run, RunBusyError, State
 from balnorm.bench.training.trainer import train
+from balnorm.bench.user_code import reason
 
 __all__ = ["Executor", "LocalExecutor", "RayExecutor", "Resources", "StudyError", "execute"]
 
@@ -77,17 +78,8 @@ def execute(folder: Path, recipe: Config, resources: Resources) -> End:
         return _STOPPED
     except Exception as error:  # any error ends this run, but not the study
         run.keep_failure(traceback.format_exc())
-        return "failed", one_line(error) if isinstance(recipe, Recipe) else _reason(error, resources.file)
+        return "failed", one_line(error) if isinstance(recipe, Recipe) else reason(error, resources.file)
     return "finished", ""
-
-
-def _reason(error: Exception, file: Path) -> str:
-    """What went wrong in a file of the user's own, and in which line of it."""
-    if isinstance(error, Failure):
-        return one_line(error)
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    place = f" ({file.name}, line {lines[-1]})" if lines else ""
-    return " ".join(f"{type(error).__name__}: {sentence(error)}{place}".split())
 
 
 # --------------------------------------------------------------------------------------------------------------------

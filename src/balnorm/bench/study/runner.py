@@ -21,11 +21,12 @@ from balnorm.bench.study.executors import Executor, LocalExecutor, Resources, St
 from balnorm.bench.study.packed import STUDY, Packed, read_packed, varied_fields
 from balnorm.bench.study.results import settings_of
 from balnorm.bench.training.config import Recipe
-from balnorm.bench.training.experiment import Config, Experiment, load_function
+from balnorm.bench.training.experiment import Config, Experiment
 from balnorm.bench.training.images import make_loaders
 from balnorm.bench.training.machine import check_precision
 from balnorm.bench.training.processes import processes
 from balnorm.bench.training.run import Run, RunError, check_same, text_of
+from balnorm.bench.user_code import load_function
 from balnorm.text_table import text_table
 
 __all__ = ["combinations", "cores", "dry_run", "plan", "run_name", "run_study"]

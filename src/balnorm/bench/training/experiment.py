@@ -1,21 +1,18 @@
-"""A function of the user's own as an experiment: its name, its options, and how to find it."""
+"""A function of the user's own as an experiment: its name and its options."""
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
-import sys
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from balnorm.bench.errors import Failure, one_line
+from balnorm.bench.errors import one_line
 from balnorm.bench.training.config import Recipe
 
-__all__ = ["MACHINE", "Config", "Experiment", "function_options", "load_function", "read_config"]
+__all__ = ["MACHINE", "Config", "Experiment", "function_options", "read_config"]
 
 MACHINE = ("root", "device")
 """Arguments that say where a run is, not what it is: a function that takes them gets those of the command."""
@@ -93,30 +90,6 @@ def read_config(values: Any) -> Config:
     if isinstance(values, dict) and "experiment" in values:
         return Experiment.from_dict(values)
     return Recipe.from_dict(values)
-
-
-def load_function(file: Path, name: str) -> Callable[..., Any]:
-    """Import a file as Python would run it, with its own folder on the path, and return a function of it."""
-    if file.suffix != ".py" or not file.is_file():
-        raise ValueError(
-            f"there is no file {file}: an experiment is a Python file and a function, as experiment.py:train"
-        )
-    if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None  # it ends in .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(file.stem, module)  # which its classes need, and which replaces no other module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # the file is the user's: anything can happen
-        raise Failure(f"{file} cannot be imported ({type(error).__name__}: {one_line(error)})") from error
-    function = vars(module).get(name)
-    if not inspect.isfunction(function):
-        there = [each for each, value in vars(module).items() if inspect.isfunction(value) and each[0] != "_"]
-        raise ValueError(f"{file} has no function {name!r}; it has {', '.join(there) or 'none'}")
-    return function
 
 
 def function_options(function: Callable[..., Any], taken: Iterable[str]) -> dict[str, tuple[Any, Any]]:

@@ -13,9 +13,10 @@ from typing import Any, get_type_hints
 
 import torch
 
-from balnorm.bench.training.experiment import MACHINE, Experiment, load_function
+from balnorm.bench.training.experiment import MACHINE, Experiment
 from balnorm.bench.training.machine import forget_peak_memory, peak_memory
 from balnorm.bench.training.run import RESERVED, Record, Run, RunError
+from balnorm.bench.user_code import load_function
 
 __all__ = ["keep", "perform"]
 
