@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from balnorm import BalNormConv2d, BalNormLayer, convert
-from balnorm._core.backends import Call, Running
+from balnorm._core.backends import Running, Setup
 from balnorm._core.backends import triton as backend
 from balnorm._core.matrix import WeightMatrix
 from balnorm.bench.models import create_model
@@ -89,7 +89,7 @@ def chosen(run: Callable[..., Any]) -> Iterator[None]:
     """Layers on any device use the Triton backend, with this in the place of its launches."""
     with (
         mock.patch.object(backend, "run", run),
-        mock.patch("balnorm._core.function._calls", {}),
+        mock.patch("balnorm._core.function._setups", {}),
         mock.patch("balnorm._core.backends.choose", return_value=backend),
     ):
         yield
@@ -241,16 +241,18 @@ def training_step(layer: Layer, low: bool, last: bool, device: str) -> Callable[
     running = Running(
         empty(module.running_mean), empty(module.running_mass), torch.empty((), dtype=torch.int64, device=device)
     )
-    call = Call(module._geometry, module.options, kind, module.shifts, layer.shape[0], None, True, len(scale), x.dtype)
+    setup = Setup(
+        module._geometry, module.options, kind, module.shifts, layer.shape[0], None, True, len(scale), x.dtype
+    )
     matrix = WeightMatrix.of(weight, module._geometry)
     g, t, dx = torch.empty_like(weight, dtype=x.dtype), empty(module.output_scale, x.dtype), torch.empty_like(x)
     if layer.shape[1] <= 3:  # the first layer of a network, whose input needs no gradient
         dx = None
 
     def run() -> None:
-        found = backend.forward(x, matrix, bias, gain, scale, None, running, call)
-        backend.effective(matrix, gain, found.scale, found.saved, call, x.dtype)
-        backend.backward(g, t, dx, x, matrix, gain, found.scale, found.saved, call)
+        found = backend.forward(x, matrix, bias, gain, scale, None, running, setup)
+        backend.effective(matrix, gain, found.scale, found.saved, setup, x.dtype)
+        backend.backward(g, t, dx, x, matrix, gain, found.scale, found.saved, setup)
 
     return run
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from balnorm import BalNormConv1d, BalNormConv2d, BalNormConv3d, BalNormConvTranspose2d, BalNormLinear
 from balnorm._core import function
-from balnorm._core.backends import Call, Running
+from balnorm._core.backends import Running, Setup
 from balnorm._core.backends import torch as torch_backend
 from balnorm._core.backends import triton as triton_backend
 from balnorm._core.geometry import geometry_of
@@ -41,7 +41,7 @@ TROUBLE = ("no mass", "dead group", "equal weights", "one sign", "zeros", "tiny"
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     """So that small layers need several."""
-    monkeypatch.setattr(function, "_calls", {})
+    monkeypatch.setattr(function, "_setups", {})
     monkeypatch.setattr(triton_backend, "_TILE", 256)
     monkeypatch.setattr(triton_backend, "_PROGRAMS", 4)
 
@@ -150,7 +150,7 @@ def one_layer(number: int) -> None:
     if draw.random() < 0.2:
         given = Statistics(torch.rand(statistics, dtype=real), 1 + torch.rand(statistics, dtype=real))
     shift, sizes = draw.random() < 0.6, (groups * outputs, sample)
-    call = Call(geometry, options, kind, shift, samples, None, given is None, *sizes)
+    setup = Setup(geometry, options, kind, shift, samples, None, given is None, *sizes)
     gain, scale, bias = (
         None if draw.random() < 0.3 else torch.rand(groups * outputs, dtype=real) + 0.5 for _ in range(3)
     )
@@ -163,13 +163,13 @@ def one_layer(number: int) -> None:
 
     def compute(backend):
         running = Running(*(buffer.clone() for buffer in kept), None if counter is None else torch.tensor(counter))
-        found = backend.forward(x, matrix, bias, gain, scale, given, running, call)
+        found = backend.forward(x, matrix, bias, gain, scale, given, running, setup)
         assert (found.scale is None) == (scale is None)
         if found.undo is None:
             backend.track(running, found.statistics, options.momentum)
-        effective = backend.effective(matrix, gain, found.scale, found.saved, call, sample)
+        effective = backend.effective(matrix, gain, found.scale, found.saved, setup, sample)
         to = dx.clone()
-        dw, dgain = backend.backward(g.clone(), t, to, x, matrix, gain, found.scale, found.saved, call)
+        dw, dgain = backend.backward(g.clone(), t, to, x, matrix, gain, found.scale, found.saved, setup)
         results = {"effective": found.effective, "again": effective, "bias": found.bias, "dw": dw, "dgain": dgain}
         results |= {"dx": to, "mean": running.mean.clone(), "mass": running.mass.clone()}
         results["batches"] = None if counter is None else running.batches.clone()
@@ -182,15 +182,15 @@ def one_layer(number: int) -> None:
 
     expected, theirs = compute(torch_backend)
     found, _ = compute(triton_backend)
-    units = terms(matrix, g, t, gain, scale, bias, theirs.saved, call)
-    name = f"{number}: {precision}, {trouble}, {geometry}, {tuple(x.shape)}, {options}, shift {call.shift}"
+    units = terms(matrix, g, t, gain, scale, bias, theirs.saved, setup)
+    name = f"{number}: {precision}, {trouble}, {geometry}, {tuple(x.shape)}, {options}, shift {setup.shift}"
     if not expected["dx"].isfinite().all():
         expected.pop("dx")  # torch multiplies with zeros what the kernels leave out
     for key, value in expected.items():
         compare(f"{key} of {name}", value, found[key], units.get(key, 0.0))
 
 
-def terms(matrix, g, t, gain, scale, bias, saved, call) -> dict[str, float]:
+def terms(matrix, g, t, gain, scale, bias, saved, setup) -> dict[str, float]:
     """How large the terms are of which values are sums: these can be zero but for rounding, as with two inputs."""
     share, met, inverse_total, inverse_divisor, mean, positive, inverse = (each.double() for each in saved[:7])
     w, g = matrix.rows(matrix.values).double(), matrix.rows(matrix.like(g)).double()

@@ -362,7 +362,7 @@ def _three_layers(mass, one_pass):
 
 
 def _train(forward, parameters):
-    """The losses of 30 steps with the same data each time. After 10 batches a plain average becomes a moving one."""
+    """The losses of 30 steps with the same data each time. After 10 batches a simple average becomes a moving one."""
     torch.manual_seed(1)
     optimizer, losses = torch.optim.SGD(parameters, lr=0.02, momentum=0.9), []
     for _ in range(30):

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import balnorm
 import balnorm.functional as BF
 from balnorm._core import function, method, torch_private
-from balnorm._core.backends import Call, Running, cpu
+from balnorm._core.backends import Running, Setup, cpu
 from balnorm._core.geometry import Geometry
 from balnorm._core.matrix import WeightMatrix
 from balnorm._core.method import Statistics
@@ -47,11 +47,11 @@ def laid_out(x, layout):
 LAYOUTS = ["contiguous", "channels_last", "transposed", "gaps", "offset"]
 
 
-def call_of(layer, samples, takes_statistics=True):
+def setup_of(layer, samples, takes_statistics=True):
     """What the layer hands to a backend, apart from its tensors."""
     geometry, options = layer._geometry, layer.options
     kind, outputs, dtype = geometry.kind_of(options.mass), layer.gain.numel(), layer.weight.dtype
-    return Call(geometry, options, kind, layer.shifts, samples, None, takes_statistics, outputs, dtype)
+    return Setup(geometry, options, kind, layer.shifts, samples, None, takes_statistics, outputs, dtype)
 
 
 def layer_averages(layer):
@@ -65,26 +65,26 @@ def test_bfloat16_samples_are_read_exactly_and_rounded_as_torch_does(mass, layou
     """Under autocast the weight is in float32 and the samples are not. All bit patterns occur among the gradients."""
     layer = balnorm.BalNormConv2d(8, 6, 3, padding=1, mass=mass, stats_fraction=fraction)
     samples = int(64 * fraction)
-    geometry, call = layer._geometry, call_of(layer, samples)
+    geometry, setup = layer._geometry, setup_of(layer, samples)
     x, w = laid_out(torch.randn(64, 8, 16, 8).bfloat16(), layout), torch.randn(6, 8, 3, 3)
     matrix = WeightMatrix.of(w, geometry)
     exact = method.statistics(x.double(), samples, geometry, mass)
     with mock.patch.object(cpu, "_call", wraps=cpu._call) as called:
-        effective, _, _, _, saved, _ = cpu.forward(x, matrix, None, None, None, None, layer_averages(layer), call)
+        effective, _, _, _, saved, _ = cpu.forward(x, matrix, None, None, None, None, layer_averages(layer), setup)
     assert called.call_args.args[0].low == torch.bfloat16
     torch.testing.assert_close(layer.running_mass.double(), exact.mass, rtol=1e-6, atol=0)
     torch.testing.assert_close(layer.running_mean.double(), exact.mean, rtol=0, atol=1e-6)
     for dtype in (torch.bfloat16, torch.float16):  # C writes the first, torch converts to the second
-        low, full = (cpu.effective(matrix, None, None, saved, call, each) for each in (dtype, torch.float32))
+        low, full = (cpu.effective(matrix, None, None, saved, setup, each) for each in (dtype, torch.float32))
         assert torch.equal(low, full.to(dtype))
     assert torch.equal(effective, full.bfloat16())
 
     patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(x.shape)
     ours, theirs = laid_out(patterns.clone(), layout), patterns.clone()
     g, t = 1e3 * torch.randn(w.shape), torch.randn(6)
-    cpu.backward(g.clone(), t, ours, x, matrix, None, None, saved, call)
+    cpu.backward(g.clone(), t, ours, x, matrix, None, None, saved, setup)
     with mock.patch.object(cpu, "_samples", return_value=None):
-        cpu.backward(g, t, theirs, x, matrix, None, None, saved, call_of(layer, samples))
+        cpu.backward(g, t, theirs, x, matrix, None, None, saved, setup_of(layer, samples))
     changed = (theirs != patterns) & ~patterns.isnan()
     assert changed[:samples].any()
     # sums over the taps that meet an input may differ in the last bit of float32
@@ -95,9 +95,9 @@ def test_bfloat16_samples_are_read_exactly_and_rounded_as_torch_does(mass, layou
 def test_bfloat16_samples_and_a_float64_weight_meet_in_torch():
     layer = balnorm.BalNormConv2d(3, 4, 3)
     x, w = torch.rand(2, 3, 6, 6).bfloat16(), torch.randn(4, 3, 3, 3, dtype=torch.float64)
-    matrix, call = WeightMatrix.of(w, layer._geometry), call_of(layer, 2)
+    matrix, setup = WeightMatrix.of(w, layer._geometry), setup_of(layer, 2)
     low, full = (
-        cpu.forward(samples, matrix, None, None, None, None, None, call).effective for samples in (x, x.double())
+        cpu.forward(samples, matrix, None, None, None, None, None, setup).effective for samples in (x, x.double())
     )
     assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low, full.bfloat16(), rtol=2**-7, atol=0)
@@ -107,12 +107,12 @@ def test_bfloat16_gradients_in_the_middle_go_to_the_even_one():
     """The gradient of the mass is exactly 1 here, half a unit of the last place for numbers from 256 to 512."""
     layer = balnorm.BalNormConv1d(1, 1, 2, stride=2, shift=True)
     x, w = torch.ones(2, 1, 128).bfloat16(), torch.tensor([[[1.0, -1.0]]])
-    matrix, call = WeightMatrix.of(w, layer._geometry), call_of(layer, 2)
-    saved = cpu.forward(x, matrix, None, None, None, None, None, call).saved
+    matrix, setup = WeightMatrix.of(w, layer._geometry), setup_of(layer, 2)
+    saved = cpu.forward(x, matrix, None, None, None, None, None, setup).saved
     before = torch.arange(0, 512, 2).bfloat16().view(x.shape)
     dx = before.clone()
     with mock.patch.object(cpu.torch_backend, "add_statistics_gradient", side_effect=AssertionError):  # C adds it
-        cpu.backward(torch.tensor([[[0.0, 256.0]]]), torch.zeros(1), dx, x, matrix, None, None, saved, call)
+        cpu.backward(torch.tensor([[[0.0, 256.0]]]), torch.zeros(1), dx, x, matrix, None, None, saved, setup)
     assert torch.equal(dx, before + 1)
     assert (before[dx == before] >= 256).all()
     assert ((before >= 256) & (before < 512) & (dx > before)).any()
@@ -129,11 +129,11 @@ def test_the_number_of_threads_changes_no_bit(options, layout, values):
     gain, scale = layer.gain.detach(), layer.output_scale
     for count in (1, 2, 2, 5):
         torch.set_num_threads(count)
-        matrix, call = WeightMatrix.of(layer.weight.detach(), layer._geometry), call_of(layer, 16)
-        effective, bias, _, _, saved, _ = cpu.forward(x, matrix, None, gain, scale, None, None, call)
+        matrix, setup = WeightMatrix.of(layer.weight.detach(), layer._geometry), setup_of(layer, 16)
+        effective, bias, _, _, saved, _ = cpu.forward(x, matrix, None, gain, scale, None, None, setup)
         g, dx = torch.linspace(-1, 1, effective.numel()).view_as(effective), torch.zeros_like(x)
         t = torch.linspace(-1, 1, 160)
-        dweight, dgain = cpu.backward(g, t, dx, x, matrix, gain, scale, saved, call)
+        dweight, dgain = cpu.backward(g, t, dx, x, matrix, gain, scale, saved, setup)
         found.append((effective, bias, *saved, dweight, dgain, dx))
     torch.set_num_threads(threads)
     for other in found[1:]:
@@ -155,7 +155,7 @@ def test_images_of_ever_new_sizes_are_not_remembered_for_ever():
     layer = balnorm.BalNormConv2d(1, 1, 1)
     for size in range(1, 1200):
         layer(torch.rand(1, 1, 1, size))
-    assert len(function._calls) <= 1000
+    assert len(function._setups) <= 1000
 
 
 def test_a_change_of_the_running_mass_is_noticed_by_autograd():
@@ -331,10 +331,10 @@ def test_no_memory_is_reached_by_another_way():
 def replaced(weight, **changes):
     """Call C for the effective weight, with one of its tensors replaced."""
     layer = balnorm.BalNormConv2d(2, 4, 1)
-    matrix, call = WeightMatrix.of(weight, layer._geometry), call_of(layer, 2)
-    saved = cpu.forward(torch.ones(2, 2, 3, 3), matrix, None, None, None, None, None, call).saved
+    matrix, setup = WeightMatrix.of(weight, layer._geometry), setup_of(layer, 2)
+    saved = cpu.forward(torch.ones(2, 2, 3, 3), matrix, None, None, None, None, None, setup).saved
     tensors = {"gain": None, "scale": None, "saved": saved[0], **changes}
-    return cpu.effective(matrix, tensors["gain"], tensors["scale"], [tensors["saved"]], call, torch.float32)
+    return cpu.effective(matrix, tensors["gain"], tensors["scale"], [tensors["saved"]], setup, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_layers_of_one_shape_may_run_in_many_threads():
         return torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
 
     expected = [gradients(layer) for layer in layers]
-    function._calls.clear()
+    function._setups.clear()
     with ThreadPoolExecutor(4) as pool:
         for found, right in zip(pool.map(gradients, layers), expected, strict=True):
             assert all(map(torch.equal, found, right))
@@ -417,11 +417,11 @@ def test_layers_of_one_shape_may_run_in_many_threads():
 def test_given_statistics_are_those_of_the_batch():
     layer = balnorm.BalNormConv2d(3, 4, 3, padding=1, centred=True)
     x, matrix = torch.randn(2, 3, 6, 6), WeightMatrix.of(layer.weight.detach(), layer._geometry)
-    own = cpu.forward(x, matrix, None, None, None, None, None, call_of(layer, 2))
+    own = cpu.forward(x, matrix, None, None, None, None, None, setup_of(layer, 2))
     running = Running(torch.zeros(1, 3, 1, 1), torch.zeros(1, 3, 1, 1), torch.tensor(0))
-    cpu.forward(x, matrix, None, None, None, None, running, call_of(layer, 2))
+    cpu.forward(x, matrix, None, None, None, None, running, setup_of(layer, 2))
     given = Statistics(*running[:2])
-    again = cpu.forward(x, matrix, None, None, None, given, None, call_of(layer, 2, False))
+    again = cpu.forward(x, matrix, None, None, None, given, None, setup_of(layer, 2, False))
     torch.testing.assert_close((again.effective, again.bias), (own.effective, own.bias))
 
 
@@ -431,11 +431,11 @@ def test_moving_averages_move_as_torch_moves_them(counter):
     statistics = method.batch_statistics(x, 2, balnorm.BalNormConv2d(3, 4, 1)._geometry, "channel")
     for momentum in (0.1, None):
         results = []
-        call = call_of(balnorm.BalNormConv2d(3, 4, 1, momentum=momentum), 2)
+        setup = setup_of(balnorm.BalNormConv2d(3, 4, 1, momentum=momentum), 2)
         for _ in range(2):
             running = Running(torch.zeros(1, 3, 1, 1), torch.ones(1, 3, 1, 1), torch.tensor(counter))
             if results:
-                cpu.forward(x, WeightMatrix.of(torch.randn(4, 3, 1, 1), call.geometry), *[None] * 4, running, call)
+                cpu.forward(x, WeightMatrix.of(torch.randn(4, 3, 1, 1), setup.geometry), *[None] * 4, running, setup)
             else:
                 cpu.track(running, statistics, momentum)
             results.append(running)

@@ -146,7 +146,7 @@ def test_the_first_layer_tries_the_device(one_gpu, monkeypatch):
         def get_device(self):
             return 0
 
-    monkeypatch.setattr(triton_backend, "PLAIN", (OnGpu,))
+    monkeypatch.setattr(triton_backend, "ORDINARY", (OnGpu,))
     x = torch.rand(2, 3).as_subclass(OnGpu)
     assert triton_backend.takes(x, None, x)
     assert triton_backend.takes(x)
@@ -164,7 +164,7 @@ class TestErrors:
     def _on_triton(self, monkeypatch):
         monkeypatch.setattr(triton_backend, "_states", {})
         monkeypatch.setattr(triton_backend, "_direct", False)
-        monkeypatch.setattr(function, "_calls", {})
+        monkeypatch.setattr(function, "_setups", {})
         monkeypatch.setattr(function.backends, "choose", lambda *tensors: triton_backend)
 
     @pytest.mark.parametrize("options", [{}, {"mass": "position", "groups": 2}, {"centred": True}])

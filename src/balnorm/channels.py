@@ -81,7 +81,7 @@ class ChannelCentre(nn.Module):
     Args:
         channels: the number of channels, which are the second dimension of the input.
         axes: how many dimensions follow the channels: 2 for images. ``fold`` needs to know; ``forward`` takes any.
-        momentum: weight of the newest batch in the running mean; ``None`` is the plain average of all batches.
+        momentum: weight of the newest batch in the running mean; ``None`` is the simple average of all batches.
         sync_stats: in training, take the mean over all processes, where :mod:`torch.distributed` is initialised.
         process_group: the processes to sum over; ``None`` is all of them.
         device, dtype: of the state.
@@ -117,7 +117,7 @@ class ChannelCentre(nn.Module):
     ) -> None:
         super().__init__()
         if momentum is not None and not 0.0 <= momentum <= 1.0:
-            raise ValueError(f"momentum must be None (the plain average) or between 0 and 1, got {momentum!r}")
+            raise ValueError(f"momentum must be None (the simple average) or between 0 and 1, got {momentum!r}")
         if process_group is not None and not sync_stats:
             raise ValueError("process_group needs sync_stats=True: without it nothing is sent between processes")
         self.channels, self.axes, self.momentum = channels, axes, momentum

@@ -495,7 +495,7 @@ class BalNormConv2d(_BalNormConv, nn.Conv2d):
         output_scale: a constant factor besides the gain: ``"unit_variance"`` for outputs of variance 1, given rectified
             Gaussian inputs (``centred``: almost any), or a number; 1.0 is the literal reading of the paper.
         affine: whether the gain is learned. If not, it stays at 1. (The bias has its own argument.)
-        momentum: the weight of the newest batch in the running statistics; ``None`` is the plain average of all
+        momentum: the weight of the newest batch in the running statistics; ``None`` is the simple average of all
             batches.
         track_running_stats: whether there are running statistics. If not, eval mode uses the batch too.
         sync_stats: sum the statistics over all processes, where :mod:`torch.distributed` is initialised.

@@ -1,8 +1,9 @@
 """The balanced layer as a function of tensors: in which precision, for which statistics, in which form.
 
-:func:`plain_conv` composes the differentiable operations of ``method``. :class:`_BalancedConv` computes the same as one
-autograd function with the gradient in closed form. For the backward pass it keeps what a plain convolution keeps, the
-input and the raw weight, and a few vectors; the effective weight and the masks are computed again.
+There are two forms. The differentiable form, :func:`differentiable_conv`, is made of operations that torch can
+differentiate. The closed form, :class:`_BalancedConv`, computes the same as one autograd function. For the backward
+pass it keeps what a plain convolution keeps, the input and the raw weight, and a few vectors. It computes the effective
+weight and the masks again.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor
 
 from balnorm._core import backends, method
-from balnorm._core.backends import Call, Running
-from balnorm._core.backends.torch import PLAIN, check_memory
+from balnorm._core.backends import Running, Setup
+from balnorm._core.backends.torch import ORDINARY, check_memory
 from balnorm._core.geometry import Geometry, channels_of
 from balnorm._core.lean import saved_input, to_save
 from balnorm._core.matrix import WeightMatrix
-from balnorm._core.method import Processes, Statistics, leading_samples, saturate, shifted
+from balnorm._core.method import Peers, Statistics, effective_bias, leading_samples, saturate
 from balnorm._core.options import Options
 from balnorm._core.torch_private import (
     apply_function,
@@ -62,10 +63,10 @@ def balanced_conv(
     autocast = autocast_device(input)
     lowered = None if autocast is None else torch.get_autocast_dtype(autocast)
     tensors = (weight, bias, gain, output_scale, running_mean, running_mass, num_batches_tracked)
-    call = _call(input, *tensors, geometry, options, training, lowered, transformed)
+    setup = _setup_of(input, *tensors, geometry, options, training, lowered, transformed)
     x = input if input.dim() == weight.dim() else _batched(input, geometry)
-    if x.dtype != call.dtype:
-        x = x.to(call.dtype)
+    if x.dtype != setup.dtype:
+        x = x.to(setup.dtype)
     if not transformed and x.is_neg():
         x = x.resolve_neg()  # a view such as z.conj().imag, whose memory holds the negative values
 
@@ -74,8 +75,8 @@ def balanced_conv(
         running_mean = torch.zeros_like(running_mass) if running_mean is None else running_mean
         running = Running(running_mean, running_mass, num_batches_tracked)
     # Without gradients and statistics there is nothing to save; the output is then exactly that of the folded layer.
-    plain = transformed or options.equalise or not (training or torch.is_grad_enabled())
-    backend = backends.torch if plain else backends.choose(x, *tensors)
+    differentiable = transformed or options.equalise or not (training or torch.is_grad_enabled())
+    backend = backends.torch if differentiable else backends.choose(x, *tensors)
     if training and backend is backends.cpu:
         check_memory(weight)  # it may be copied before C looks at the memory of all that it is given
     elif not transformed:
@@ -85,38 +86,38 @@ def balanced_conv(
         given = Statistics(running.mean.clone(), running.mass.clone())
         running = None
     scale = output_scale
-    if scale is not None and scale.shape != (call.outputs,):
-        scale = scale.expand(call.outputs)
+    if scale is not None and scale.shape != (setup.outputs,):
+        scale = scale.expand(setup.outputs)
     if running is not None and recomputing():
         running = None
     with without_autocast(autocast):
-        if plain:
+        if differentiable:
             # The scale is copied for the same reason; a backend does so by itself.
             scale = None if scale is None else scale.detach().clone()
-            y, found = plain_conv(x, weight, bias, gain, scale, given, call)
+            y, found = differentiable_conv(x, weight, bias, gain, scale, given, setup)
             if running is not None:  # last of all: a call that is refused on the way has moved no average
                 backend.track(running, found, options.momentum)
         else:
-            y = apply_function(_BalancedConv, x, weight, bias, gain, scale, given, running, call, backend)
+            y = apply_function(_BalancedConv, x, weight, bias, gain, scale, given, running, setup, backend)
     if not geometry.kernel:
         return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[1])
     return y if y.dim() == input.dim() else y.squeeze(0)
 
 
-def plain_conv(
+def differentiable_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     gain: Tensor | None,
     scale: Tensor | None,
     given: Statistics | None,
-    call: Call,
+    setup: Setup,
 ) -> tuple[Tensor, Statistics]:
     """A balanced convolution of ``x`` (N, C, *in) in differentiable operations, and the statistics that it used."""
-    geometry, options = call.geometry, call.options
+    geometry, options = setup.geometry, setup.options
     found = given
     if found is None:
-        found = method.statistics(x, call.samples, geometry, call.kind, centred=options.centred, among=call.among)
+        found = method.statistics(x, setup.samples, geometry, setup.kind, centred=options.centred, among=setup.among)
     gains = gain if scale is None else scale if gain is None else gain * scale
     effective, offset = method.balance(
         weight,
@@ -124,12 +125,12 @@ def plain_conv(
         gains,
         options.one_pass,
         geometry.groups,
-        shift=call.shift,
+        shift=setup.shift,
         transposed=geometry.transposed,
         mean=found.mean,
         equalise=options.equalise,
     )
-    return geometry.convolve(x, saturate(effective, x.dtype), shifted(bias, offset, x.dtype)), found
+    return geometry.convolve(x, saturate(effective, x.dtype), effective_bias(bias, offset, x.dtype)), found
 
 
 def input_statistics(
@@ -140,20 +141,20 @@ def input_statistics(
     ``exact`` is that of :func:`method.statistics`; ``alone`` sums over no other process, whatever the options say.
     """
     x, samples = _batched(input, geometry), _leading_samples(input, geometry, options.stats_fraction)
-    among = None if alone else processes(options)
+    among = None if alone else _peers(options)
     with without_autocast(autocast_device(x)):
         kind = geometry.kind_of(options.mass)
         return method.statistics(x, samples, geometry, kind, centred=options.centred, among=among, exact=exact)
 
 
-def processes(options: Options) -> Processes:
+def _peers(options: Options) -> Peers:
     """The group to sum statistics over, if they are to be summed and torch.distributed is in use."""
     together = options.sync_stats and torch.distributed.is_available() and torch.distributed.is_initialized()
     return (options.process_group,) if together else None
 
 
 class _BalancedConv(torch.autograd.Function):
-    """:func:`plain_conv` with its gradient in closed form, computed by ``backend``."""
+    """:func:`differentiable_conv` with its gradient in closed form, computed by ``backend``."""
 
     @staticmethod
     def forward(
@@ -165,12 +166,12 @@ class _BalancedConv(torch.autograd.Function):
         scale: Tensor | None,
         given: Statistics | None,
         running: Running | None,
-        call: Call,
+        setup: Setup,
         backend: Any,
     ) -> Tensor:
-        geometry = call.geometry
+        geometry = setup.geometry
         matrix = WeightMatrix.of(weight, geometry)
-        found = backend.forward(x, matrix, bias, gain, scale, given, running, call)
+        found = backend.forward(x, matrix, bias, gain, scale, given, running, setup)
         try:
             y = geometry.convolve(x, matrix.weight(found.effective, weight), found.bias)
         except BaseException:
@@ -180,43 +181,43 @@ class _BalancedConv(torch.autograd.Function):
         if is_view(y):
             # conv1d returns a view; rewrap it as a base tensor so that it can be modified in place.
             y = y.new_empty(0).set_(y)  # type: ignore[call-overload]
-        ctx.call, ctx.backend, ctx.bias_dtype = call, backend, None if bias is None else bias.dtype
+        ctx.setup, ctx.backend, ctx.bias_dtype = setup, backend, None if bias is None else bias.dtype
         ctx.channels_last = matrix.channels_last
         mean, mass = given[:2] if given is not None else (None, None)
         ctx.save_for_backward(to_save(ctx, x), weight, gain, found.scale, mean, mass, *found.saved)
         # Last of all: a call that is refused on the way has moved no average.
         if running is not None and found.undo is None:
-            backend.track(running, found.statistics, call.options.momentum)
+            backend.track(running, found.statistics, setup.options.momentum)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # create_graph=True: this gradient will itself be differentiated. Or is_grads_batched=True, which rules out the
         # closed form's in-place work.
-        plain = torch.is_grad_enabled() or is_batched_gradient(dy)
+        differentiable = torch.is_grad_enabled() or is_batched_gradient(dy)
         autocast = autocast_device(dy)
-        if autocast is None and not plain:
+        if autocast is None and not differentiable:
             return _closed_form_backward(ctx, dy)
         with without_autocast(autocast):
-            return _plain_backward(ctx, dy) if plain else _closed_form_backward(ctx, dy)
+            return _differentiable_backward(ctx, dy) if differentiable else _closed_form_backward(ctx, dy)
 
 
 def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, gain, scale, _, _, *saved = ctx.saved_tensors
     x = saved_input(ctx, x)
-    call, backend = ctx.call, ctx.backend
-    geometry = call.geometry
+    setup, backend = ctx.setup, ctx.backend
+    geometry = setup.geometry
     # A hook on saved tensors may return the weight in another memory format, as torch's save_on_cpu can. What the
     # forward pass saved beside it has the order that the weight had then.
     matrix = WeightMatrix.of(weight, geometry, ctx.channels_last)
     needs_x, needs_weight, needs_bias, needs_gain = ctx.needs_input_grad[:4]
-    needs_g = needs_weight or needs_gain or (needs_x and call.takes_statistics)
+    needs_g = needs_weight or needs_gain or (needs_x and setup.takes_statistics)
 
-    effective = matrix.weight(backend.effective(matrix, gain, scale, saved, call, x.dtype), weight)
+    effective = matrix.weight(backend.effective(matrix, gain, scale, saved, setup, x.dtype), weight)
     dx, g, t = geometry.convolve_backward(dy, x, effective, [needs_x, needs_g, needs_bias or needs_g])
     dweight = dgain = None
     if g is not None and t is not None:
-        kernels, dgain = backend.backward(g, t, dx, x, matrix, gain, scale, saved, call)
+        kernels, dgain = backend.backward(g, t, dx, x, matrix, gain, scale, saved, setup)
         dweight = matrix.weight(kernels, weight)
     return (
         dx,
@@ -231,12 +232,12 @@ def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def _plain_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """The same gradient, by differentiating the plain form: so it can be differentiated itself."""
+def _differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The same gradient, by differentiating the differentiable form: so it can be differentiated itself."""
     create_graph = torch.is_grad_enabled()
     x, weight, gain, scale, mean, mass, *saved = ctx.saved_tensors
     if ctx.backend is backends.cpu:
-        scale = backends.cpu.scale_of(weight, scale, saved, ctx.call)
+        scale = backends.cpu.scale_of(weight, scale, saved, ctx.setup)
     given = None if mass is None else Statistics(mean, mass)
     needs_x, needs_weight, needs_bias, needs_gain = ctx.needs_input_grad[:4]
     with torch.enable_grad():
@@ -245,7 +246,7 @@ def _plain_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # convolutions go wrong.
         views: list[Any] = [None if tensor is None else tensor[...] for tensor in (x, weight, gain)]
         x, weight, gain = views
-        y, _ = plain_conv(x, weight, None, gain, scale, given, ctx.call)
+        y, _ = differentiable_conv(x, weight, None, gain, scale, given, ctx.setup)
     inputs = ((x, needs_x), (weight, needs_weight), (gain, needs_gain))
     wanted = [tensor for tensor, needed in inputs if needed]
     gradients = iter(torch.autograd.grad(y, wanted, dy, create_graph=create_graph) if wanted else ())
@@ -275,11 +276,11 @@ def _leading_samples(input: Tensor, geometry: Geometry, fraction: float) -> int:
     return leading_samples(input.shape[0], fraction) * inner
 
 
-_calls: dict[Any, Call] = {}
-_MOST_CALLS = 1000  # images of ever new sizes
+_setups: dict[Any, Setup] = {}
+_MOST_SETUPS = 1000  # images of ever new sizes
 
 
-def _call(
+def _setup_of(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -293,10 +294,10 @@ def _call(
     training: bool,
     lowered: torch.dtype | None,
     transformed: bool,
-) -> Call:
+) -> Setup:
     """Everything about a call but its tensors, from shapes, strides and types: worked out once for all that agree."""
     key = None
-    if not transformed and not options.sync_stats and type(input) in PLAIN:
+    if not transformed and not options.sync_stats and type(input) in ORDINARY:
         key = (
             geometry,
             options,
@@ -315,7 +316,7 @@ def _call(
             None if running_mass is None else running_mass.shape,
             None if num_batches_tracked is None else num_batches_tracked.shape,
         )
-        found = _calls.get(key)
+        found = _setups.get(key)
         if found is not None:
             return found
     outputs, inputs = _check_shapes(input, weight, bias, gain, output_scale, geometry)
@@ -332,21 +333,21 @@ def _call(
         dtype = lowered  # as in torch's own layers the convolution runs in it; statistics and balance do not
     elif input.dtype != dtype:
         raise RuntimeError(f"the input is {input.dtype} and the weight {dtype}: convert one, or use torch.autocast")
-    found = Call(
+    found = Setup(
         geometry,
         options,
         kind,
         options.shifts(inputs // geometry.groups),
         _leading_samples(input, geometry, options.stats_fraction),
-        processes(options) if training else None,  # one process may evaluate alone
+        _peers(options) if training else None,  # one process may evaluate alone
         training or running_mass is None,
         outputs,
         dtype,
     )
     if key is not None:
-        if len(_calls) >= _MOST_CALLS:
-            _calls.clear()
-        _calls[key] = found
+        if len(_setups) >= _MOST_SETUPS:
+            _setups.clear()
+        _setups[key] = found
     return found
 
 

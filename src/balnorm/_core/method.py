@@ -41,11 +41,11 @@ from balnorm._core.torch_private import sum_over_processes
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Processes: TypeAlias = "tuple[ProcessGroup | None] | None"
-"""The processes to sum over, a tuple of one group; ``None`` is this process alone."""
+Peers: TypeAlias = "tuple[ProcessGroup | None] | None"
+"""The processes that share statistics: ``(group,)``, or ``None`` for this one alone. A group of ``None`` is all."""
 
 __all__ = [
-    "Processes",
+    "Peers",
     "Rows",
     "Statistics",
     "add_statistics_gradient",
@@ -53,6 +53,7 @@ __all__ = [
     "batch_statistics",
     "contribution",
     "counts",
+    "effective_bias",
     "effective_rows",
     "equaliser",
     "gradient_rows",
@@ -60,7 +61,6 @@ __all__ = [
     "like_weight",
     "measure",
     "saturate",
-    "shifted",
     "statistics",
     "update_running",
 ]
@@ -92,7 +92,7 @@ def statistics(
     kind: MassKind,
     *,
     centred: bool = False,
-    among: Processes = None,
+    among: Peers = None,
     exact: bool = False,
 ) -> Statistics:
     """The statistics of the leading ``samples`` of a batch ``x`` (N, C, *in), differentiably.
@@ -114,7 +114,7 @@ def statistics(
 
 
 def batch_statistics(
-    x: Tensor, samples: int, geometry: Geometry, kind: MassKind, *, centred: bool = False, among: Processes = None
+    x: Tensor, samples: int, geometry: Geometry, kind: MassKind, *, centred: bool = False, among: Peers = None
 ) -> Statistics:
     """As :func:`statistics`, in fewer passes over memory and not differentiable."""
     counted = x if samples == x.shape[0] else x[:samples]
@@ -149,7 +149,7 @@ def _per_output(
     samples: int,
     geometry: Geometry,
     kind: MassKind,
-    among: Processes,
+    among: Peers,
     exact: bool,
 ) -> Statistics:
     """From sums over samples, (1, C, *in), to what a tap meets per output element."""
@@ -163,7 +163,7 @@ def _per_output(
     return Statistics(both[0], both[1], centre)
 
 
-def _centre(sums: Tensor, samples: int, among: Processes) -> Tensor:
+def _centre(sums: Tensor, samples: int, among: Peers) -> Tensor:
     """The mean of each channel over samples and space."""
     total, elements = over_space(sums), samples * math.prod(sums.shape[2:])
     return total / elements if among is None else _mean_over_processes(total, elements, among)
@@ -182,7 +182,7 @@ def add_statistics_gradient(
     samples: int,
     geometry: Geometry,
     kind: MassKind,
-    among: Processes = None,
+    among: Peers = None,
 ) -> None:
     """Add the adjoint of :func:`statistics` to the gradient of its ``x``, in place.
 
@@ -223,12 +223,12 @@ def update_running(
     r"""Add the statistics of a batch to their moving averages, in place and without waiting for the device.
 
     ``running`` becomes ``(1 - a) * running + a * batch`` with ``a = max(momentum, 1 / n)``, n counting this batch: the
-    first batch is copied and the next ones are averaged, until the plain average becomes a moving one.
-    ``momentum=None`` is the plain average. Without a counter, a is the momentum. Statistics that are not finite, or
+    first batch is copied and the next ones are averaged, until the simple average becomes a moving one.
+    ``momentum=None`` is the simple average. Without a counter, a is the momentum. Statistics that are not finite, or
     would not be in the dtype of ``running_mass``, change nothing.
     """
     if momentum is None and num_batches_tracked is None:
-        raise ValueError("momentum=None needs num_batches_tracked: a plain average has to count its batches")
+        raise ValueError("momentum=None needs num_batches_tracked: a simple average has to count its batches")
     with torch.no_grad():
         mean, mass = mean.to(running_mean.dtype), mass.to(running_mass.dtype)
         total = mass.sum(dtype=torch.promote_types(mass.dtype, torch.float32))
@@ -285,7 +285,7 @@ def saturate(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
-def shifted(bias: Tensor | None, offset: Tensor, dtype: torch.dtype) -> Tensor:
+def effective_bias(bias: Tensor | None, offset: Tensor, dtype: torch.dtype) -> Tensor:
     """What the convolution adds: the bias less the offset sum w'' mu, which the mean of the input would add."""
     return saturate(-offset if bias is None else bias.to(offset.dtype) - offset, dtype)
 

@@ -51,7 +51,7 @@ class Options:
     over the channels, and balance for the mass a q. On trial: it runs in plain differentiable operations only, which
     are slower and keep more for the backward pass."""
     momentum: float | None = 0.1
-    """Weight of the newest batch in the running statistics; ``None`` is the plain average of all batches."""
+    """Weight of the newest batch in the running statistics; ``None`` is the simple average of all batches."""
     sync_stats: bool = False
     """In training, sum the statistics over all processes, where :mod:`torch.distributed` is initialised."""
     process_group: ProcessGroup | None = None
@@ -72,7 +72,7 @@ class Options:
         if not _is_number(self.stats_fraction) or not 0.0 < self.stats_fraction <= 1.0:
             raise ValueError(f"stats_fraction must be above 0 and at most 1, got {self.stats_fraction!r}")
         if self.momentum is not None and not (_is_number(self.momentum) and 0.0 <= self.momentum <= 1.0):
-            raise ValueError(f"momentum must be None (the plain average) or between 0 and 1, got {self.momentum!r}")
+            raise ValueError(f"momentum must be None (the simple average) or between 0 and 1, got {self.momentum!r}")
         if self.process_group is not None and not self.sync_stats:
             raise ValueError("process_group needs sync_stats=True: without it nothing is sent between processes")
         if self.shift != "auto" and not isinstance(self.shift, bool):

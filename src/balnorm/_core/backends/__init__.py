@@ -11,9 +11,9 @@ from types import ModuleType
 from torch import Tensor, device
 
 from balnorm._core.backends import cpu, torch, triton
-from balnorm._core.backends.torch import Call, Forward, Running
+from balnorm._core.backends.torch import Forward, Running, Setup
 
-__all__ = ["Call", "Forward", "Running", "choose", "cpu", "status", "torch", "triton"]
+__all__ = ["Forward", "Running", "Setup", "choose", "cpu", "status", "torch", "triton"]
 
 
 def choose(*tensors: Tensor | None) -> ModuleType:

@@ -4,7 +4,7 @@ Installing balnorm compiles the file if there is a C compiler. It is loaded with
 except the addresses of its thread pool and of the functions that read a tensor. Without it, or with
 ``BALNORM_BACKEND=torch`` in the environment, torch operations do the work. Both give the same results up to rounding.
 
-What depends on shapes, strides and types alone is worked out once for each :class:`Call` and kept there as a
+What depends on shapes, strides and types alone is worked out once for each :class:`Setup` and kept there as a
 :class:`_Plan`. C trusts it, and nothing else: it gets tensors, not addresses, and reads the memory of a tensor only
 after it has compared type, device, shape, strides and size of the storage with what the plan expects, at every call.
 """
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from balnorm._core.backends import torch as torch_backend
-from balnorm._core.backends.torch import PLAIN, Call, Forward, Running, track
+from balnorm._core.backends.torch import ORDINARY, Forward, Running, Setup, track
 from balnorm._core.matrix import WeightMatrix
 from balnorm._core.method import Statistics, saturate
 from balnorm._core.torch_private import is_watched, mark_changed, tensor_functions, thread_pool, type_number
@@ -61,7 +61,7 @@ def takes(*tensors: Tensor | None) -> bool:
     if _library is None or is_watched():
         return False
     for tensor in tensors:  # noqa: SIM110  # all() takes twice as long
-        if tensor is not None and not (tensor.is_cpu and type(tensor) in PLAIN):
+        if tensor is not None and not (tensor.is_cpu and type(tensor) in ORDINARY):
             return False
     return True
 
@@ -79,24 +79,24 @@ def forward(
     scale: Tensor | None,
     given: Statistics | None,
     running: Running | None,
-    call: Call,
+    setup: Setup,
 ) -> Forward:
     values = matrix.values
     if values.numel() == 0:
         torch_backend.check_memory(bias, gain, scale, *(running or ()))
-        return torch_backend.forward(x, matrix, bias, gain, scale, given, running, call)
+        return torch_backend.forward(x, matrix, bias, gain, scale, given, running, setup)
     key: Any = "forward"
     if running is not None:
         mean, mass, batches = running
         key = (mean.stride(), mean.dtype, mass.stride(), mass.dtype, None if batches is None else batches.dtype)
-    plan = call.prepared.get(key) or _forward_plan(x, matrix, running, call, key)
+    plan = setup.prepared.get(key) or _forward_plan(x, matrix, running, setup, key)
     new = values.new_empty
-    saved, both, shifted = new(plan.saved), new(plan.statistics), new(call.outputs, dtype=plan.low)
+    saved, both, shifted = new(plan.saved), new(plan.statistics), new(setup.outputs, dtype=plan.low)
     effective = torch.empty_like(values, dtype=plan.low)
     samples: Tensor | None = x
     centre, averages = None, running if plan.tracks and running is not None else (None, None, None)
     if not plan.takes_samples:
-        found = torch_backend.batch_statistics(x, call) if given is None else given
+        found = torch_backend.batch_statistics(x, setup) if given is None else given
         flat = torch.cat([found.mean.flatten(), found.mass.flatten()])
         both[: flat.numel()].copy_(flat)
         samples, centre = None, found.centre
@@ -117,13 +117,13 @@ def effective(
     gain: Tensor | None,
     scale: Tensor | None,
     saved: Sequence[Tensor],
-    call: Call,
+    setup: Setup,
     dtype: torch.dtype,
 ) -> Tensor:
     values = matrix.values
     if values.numel() == 0:
-        return torch_backend.effective(matrix, gain, scale, saved, call, dtype)
-    plan = call.prepared.get(dtype) or _effective_plan(matrix, call, dtype)
+        return torch_backend.effective(matrix, gain, scale, saved, setup, dtype)
+    plan = setup.prepared.get(dtype) or _effective_plan(matrix, setup, dtype)
     result = torch.empty_like(values, dtype=plan.low)
     _run(plan, values, gain, saved[0], result)
     return saturate(result, dtype)
@@ -138,32 +138,32 @@ def backward(
     gain: Tensor | None,
     scale: Tensor | None,
     saved: Sequence[Tensor],
-    call: Call,
+    setup: Setup,
 ) -> tuple[Tensor, Tensor]:
     values = matrix.values
     if values.numel() == 0:
-        return torch_backend.backward(gradient, t, dx, x, matrix, gain, scale, saved, call)
-    if not call.takes_statistics:
+        return torch_backend.backward(gradient, t, dx, x, matrix, gain, scale, saved, setup)
+    if not setup.takes_statistics:
         dx = None
     key = None if dx is None else (dx.stride(), dx.dtype, x.dtype, len(saved))
-    plan = call.prepared.get(key) or _backward_plan(dx, x, matrix, saved, call, key)
+    plan = setup.prepared.get(key) or _backward_plan(dx, x, matrix, saved, setup, key)
     gradient = matrix.like(gradient)
-    dgain, dstatistics = values.new_empty(call.outputs), None
+    dgain, dstatistics = values.new_empty(setup.outputs), None
     samples, to = (x, dx) if plan.takes_samples else (None, None)
     if not plan.takes_samples:
         dstatistics = None if dx is None else values.new_empty(plan.statistics)
     _run(plan, values, gain, saved[0], gradient, t, dgain, dstatistics, samples, to)
     if dx is not None and dstatistics is not None:
-        shape = call.geometry.statistics_shape(values.shape[1] * matrix.groups, call.kind)
-        centre = saved[1] if len(saved) > 1 else _centre(saved[0], shape) if call.options.centred else None
+        shape = setup.geometry.statistics_shape(values.shape[1] * matrix.groups, setup.kind)
+        centre = saved[1] if len(saved) > 1 else _centre(saved[0], shape) if setup.options.centred else None
         dmean, dmass = dstatistics.view(2, *shape)
-        torch_backend.add_statistics_gradient(dx, x, Statistics(dmean, dmass, centre), call)
+        torch_backend.add_statistics_gradient(dx, x, Statistics(dmean, dmass, centre), setup)
     return gradient, dgain
 
 
-def scale_of(weight: Tensor, scale: Tensor | None, saved: Sequence[Tensor], call: Call) -> Tensor | None:
+def scale_of(weight: Tensor, scale: Tensor | None, saved: Sequence[Tensor], setup: Setup) -> Tensor | None:
     """The scale. C keeps a copy of it in the vector that it saves, which spares a tensor."""
-    return scale if weight.numel() == 0 else saved[0][: call.outputs]
+    return scale if weight.numel() == 0 else saved[0][: setup.outputs]
 
 
 def _undo(running: Running, both: Tensor) -> None:
@@ -256,7 +256,7 @@ def _fitting(tensor: Tensor, expected: _Expected) -> Tensor:
     """The tensor, or a copy if it only has another type or order of memory."""
     if not expected.copy or tensor.shape != expected.shape or tensor.layout != torch.strided:
         return tensor
-    if not tensor.is_cpu or type(tensor) not in PLAIN:
+    if not tensor.is_cpu or type(tensor) not in ORDINARY:
         return tensor
     if tensor.dtype == expected.dtype and _same(expected.shape, tensor.stride(), expected.strides):
         return tensor
@@ -284,7 +284,7 @@ def _strides(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
 class _Weight:
     """The parts of every plan that follow from the weight."""
 
-    def __init__(self, matrix: WeightMatrix, sample: torch.dtype, call: Call) -> None:
+    def __init__(self, matrix: WeightMatrix, sample: torch.dtype, setup: Setup) -> None:
         values, groups, last = matrix.values, matrix.groups, matrix.channels_last
         outputs, inputs, *kernel = values.shape
         if values.numel() > _MOST_ELEMENTS:
@@ -293,12 +293,12 @@ class _Weight:
         # Where C does not know the type of the samples, torch operations convert what goes in and what comes out.
         self.types = pair if pair in _COMPILED else (values.dtype, values.dtype)
         self.real, self.low = self.types
-        position, one_pass = call.kind == "position", call.options.one_pass
-        self.rows = _ROWS.pack(outputs, groups, inputs, math.prod(kernel), last, position, one_pass, call.shift)
+        position, one_pass = setup.kind == "position", setup.options.one_pass
+        self.rows = _ROWS.pack(outputs, groups, inputs, math.prod(kernel), last, position, one_pass, setup.shift)
         self.shape, self.strides, self.outputs = tuple(values.shape), _strides(values.shape, last), outputs
         assert _library is not None
         self.saved = _library.balnorm_saved_size(self.rows)
-        self.averages = call.geometry.statistics_shape(groups * inputs, call.kind)
+        self.averages = setup.geometry.statistics_shape(groups * inputs, setup.kind)
         self.statistics = 2 * math.prod(self.averages)
 
     def weight(self, dtype: torch.dtype) -> _Expected:
@@ -327,11 +327,11 @@ class _Weight:
         return _Plan(function, name, packed, pack, expected, self.low, self.saved, statistics, takes_samples, tracks)
 
 
-def _forward_plan(x: Tensor, matrix: WeightMatrix, running: Running | None, call: Call, key: object) -> _Plan:
-    weight = _Weight(matrix, x.dtype, call)
-    found = _samples(x, weight, call) if call.takes_statistics else None
+def _forward_plan(x: Tensor, matrix: WeightMatrix, running: Running | None, setup: Setup, key: object) -> _Plan:
+    weight = _Weight(matrix, x.dtype, setup)
+    found = _samples(x, weight, setup) if setup.takes_statistics else None
     samples, layout = found or (weight.vector(0, optional=True), bytes(_SAMPLES.size))
-    averages, moving = (_averages(running, weight, call) if running is not None else None) or (
+    averages, moving = (_averages(running, weight, setup) if running is not None else None) or (
         (weight.vector(0, optional=True),) * 3,
         bytes(_AVERAGES.size),
     )
@@ -350,21 +350,21 @@ def _forward_plan(x: Tensor, matrix: WeightMatrix, running: Running | None, call
         *averages,
     )
     sizes: dict[str, Any] = {"statistics": statistics, "takes_samples": found is not None, "tracks": tracks}
-    return _keep(call, key, weight.plan("forward", expected, layout, moving, **sizes))
+    return _keep(setup, key, weight.plan("forward", expected, layout, moving, **sizes))
 
 
-def _effective_plan(matrix: WeightMatrix, call: Call, dtype: torch.dtype) -> _Plan:
-    weight = _Weight(matrix, dtype, call)
-    return _keep(call, dtype, weight.plan("effective", (*weight.first(), weight.weight(weight.low))))
+def _effective_plan(matrix: WeightMatrix, setup: Setup, dtype: torch.dtype) -> _Plan:
+    weight = _Weight(matrix, dtype, setup)
+    return _keep(setup, dtype, weight.plan("effective", (*weight.first(), weight.weight(weight.low))))
 
 
 def _backward_plan(
-    dx: Tensor | None, x: Tensor, matrix: WeightMatrix, saved: Sequence[Tensor], call: Call, key: object
+    dx: Tensor | None, x: Tensor, matrix: WeightMatrix, saved: Sequence[Tensor], setup: Setup, key: object
 ) -> _Plan:
-    weight = _Weight(matrix, matrix.values.dtype if dx is None else dx.dtype, call)
+    weight = _Weight(matrix, matrix.values.dtype if dx is None else dx.dtype, setup)
     found = None
     if dx is not None and dx.dtype == x.dtype and len(saved) == 1:  # elsewhere torch operations took the statistics
-        found = _samples(dx, weight, call)
+        found = _samples(dx, weight, setup)
     samples, layout = found or (weight.vector(0, optional=True), bytes(_SAMPLES.size))
     vector = weight.vector(weight.outputs, copy=True)
     dgain, dstatistics = weight.vector(weight.outputs), weight.vector(weight.statistics, optional=True)
@@ -372,24 +372,24 @@ def _backward_plan(
     expected = (*weight.first(), weight.weight(weight.real), vector, dgain, dstatistics)
     expected += (samples._replace(copy=True), samples)
     sizes: dict[str, Any] = {"statistics": weight.statistics, "takes_samples": found is not None}
-    return _keep(call, key, weight.plan("backward", expected, layout, **sizes))
+    return _keep(setup, key, weight.plan("backward", expected, layout, **sizes))
 
 
-def _keep(call: Call, key: object, plan: _Plan) -> _Plan:
-    if len(call.prepared) >= _MOST_PLANS:  # averages with ever new strides
-        call.prepared.clear()
-    call.prepared[key] = plan
+def _keep(setup: Setup, key: object, plan: _Plan) -> _Plan:
+    if len(setup.prepared) >= _MOST_PLANS:  # averages with ever new strides
+        setup.prepared.clear()
+    setup.prepared[key] = plan
     return plan
 
 
-def _samples(x: Tensor, weight: _Weight, call: Call) -> tuple[_Expected, bytes] | None:
+def _samples(x: Tensor, weight: _Weight, setup: Setup) -> tuple[_Expected, bytes] | None:
     """The layout of samples, or ``None`` if torch operations have to take their statistics.
 
     That is so without values, over several processes, where C cannot read ``x`` as it lies in memory, where the padding
     is a step of its own, where the kernel exceeds the image, and for centred statistics by position.
     """
-    geometry, count, centred, position = call.geometry, call.samples, call.options.centred, call.kind == "position"
-    if count == 0 or not 0 < x.numel() <= _MOST_ELEMENTS or x.dtype != weight.low or call.among is not None:
+    geometry, count, centred, position = setup.geometry, setup.samples, setup.options.centred, setup.kind == "position"
+    if count == 0 or not 0 < x.numel() <= _MOST_ELEMENTS or x.dtype != weight.low or setup.among is not None:
         return None
     _, channels, *size = x.shape
     if position and (centred or geometry.pads_beforehand or geometry.exceeds(size)):
@@ -402,15 +402,15 @@ def _samples(x: Tensor, weight: _Weight, call: Call) -> tuple[_Expected, bytes] 
     for axis, n in enumerate(size):
         stride, padding, dilation = geometry.stride[axis], geometry.padding[axis][0], geometry.dilation[axis]
         axes += [n, outputs[axis], geometry.kernel[axis], stride, padding, dilation, geometry.transposed]
-    divisor = float(count * geometry.divisor(size, call.kind))
+    divisor = float(count * geometry.divisor(size, setup.kind))
     packed = _SAMPLES.pack(count, channels, last, position, centred, *axes, divisor)
     return _Expected(x.dtype, tuple(x.shape), strides, optional=True), packed
 
 
-def _averages(running: Running, weight: _Weight, call: Call) -> tuple[tuple[_Expected, ...], bytes] | None:
+def _averages(running: Running, weight: _Weight, setup: Setup) -> tuple[tuple[_Expected, ...], bytes] | None:
     """The layout of moving averages, or ``None`` if torch operations have to move them."""
     (mean, mass, batches), shape = running, weight.averages
-    channels, taps, momentum = shape[1], math.prod(shape[2:]), call.options.momentum
+    channels, taps, momentum = shape[1], math.prod(shape[2:]), setup.options.momentum
     if batches is None or batches.dtype != torch.int64 or not (mean.dtype == mass.dtype == weight.real):
         return None
     for last in (False, True):

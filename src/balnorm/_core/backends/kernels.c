@@ -112,7 +112,7 @@ typedef struct {
   rows_t rows;
   samples_t samples;
   int64_t by_input, by_tap; /* strides of the moving averages */
-  double momentum;          /* below 0: the plain average */
+  double momentum;          /* below 0: the simple average */
 } forward_t;
 
 enum { RESULT = 3, EFFECTIVE_ALL };
@@ -688,8 +688,8 @@ static void NAME(track)(const forward_t *f, const REAL *statistics, REAL *mean, 
   if (!(fabs((double)total) <= LARGEST)) return;
   before[2 * masses] = 1;
   *batches += 1;
-  REAL least = f->momentum < 0 ? 0 : (REAL)f->momentum, plain = *batches ? (REAL)1 / *batches : 1;
-  REAL rate = least > plain ? least : plain;
+  REAL least = f->momentum < 0 ? 0 : (REAL)f->momentum, simple = *batches ? (REAL)1 / *batches : 1;
+  REAL rate = least > simple ? least : simple;
   for (int64_t c = 0; c < inputs; c++)
     for (int64_t t = 0; t < taps; t++) {
       int64_t at = c * f->by_input + t * f->by_tap, j = c * taps + t;

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from balnorm._core import method
 from balnorm._core.geometry import Geometry
 from balnorm._core.matrix import WeightMatrix
-from balnorm._core.method import Processes, Rows, Statistics
+from balnorm._core.method import Peers, Rows, Statistics
 from balnorm._core.options import MassKind, Options
 
 __all__ = [
-    "PLAIN",
-    "Call",
+    "ORDINARY",
     "Forward",
     "Running",
+    "Setup",
     "backward",
     "check_memory",
     "copy_of",
@@ -31,8 +31,8 @@ __all__ = [
     "track",
 ]
 
-PLAIN = (Tensor, nn.Parameter)
-"""The types of tensors that are nothing but memory. A subclass may only look like a tensor."""
+ORDINARY = (Tensor, nn.Parameter)
+"""The types of tensors that a kernel may read: torch's own. A subclass may have no memory of its own."""
 
 
 class Running(NamedTuple):
@@ -44,8 +44,8 @@ class Running(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Call:
-    """One call of a layer, apart from its tensors. Calls with tensors of the same shapes and types share it."""
+class Setup:
+    """Everything about a call of a layer but its tensors. Calls with tensors of the same shapes and types share it."""
 
     geometry: Geometry
     options: Options
@@ -53,7 +53,7 @@ class Call:
     shift: bool
     samples: int
     """How many leading samples of the batch the statistics are taken from."""
-    among: Processes
+    among: Peers
     takes_statistics: bool
     """Whether the weight is balanced for the statistics of this batch, which then hand a gradient on to it."""
     outputs: int
@@ -88,21 +88,21 @@ def forward(
     scale: Tensor | None,
     given: Statistics | None,
     running: Running | None,  # noqa: ARG001
-    call: Call,
+    setup: Setup,
 ) -> Forward:
     """The effective weight and bias for the statistics of ``x``, or for given ones.
 
     ``running`` are the averages that the batch is to enter. A backend that can do it on the way may do so, and says how
     to undo it; otherwise :func:`track` is called once the output is computed.
     """
-    found = batch_statistics(x, call) if given is None else given
+    found = batch_statistics(x, setup) if given is None else given
     w = matrix.rows(matrix.values)
     mu, a = (matrix.row(statistic.to(w.dtype)) for statistic in found[:2])
-    rows = method.measure(w, mu, a, call.options.one_pass, call.shift)
+    rows = method.measure(w, mu, a, setup.options.one_pass, setup.shift)
     w2, offset = method.effective_rows(w, _column(gain, scale, rows.mean), rows)
     effective = method.saturate(matrix.kernels(w2), x.dtype)
     saved = (*rows, *(() if found.centre is None else (found.centre,)))
-    return Forward(effective, method.shifted(bias, offset.flatten(), x.dtype), copy_of(scale), found, saved)
+    return Forward(effective, method.effective_bias(bias, offset.flatten(), x.dtype), copy_of(scale), found, saved)
 
 
 def effective(
@@ -110,7 +110,7 @@ def effective(
     gain: Tensor | None,
     scale: Tensor | None,
     saved: Sequence[Tensor],
-    call: Call,  # noqa: ARG001
+    setup: Setup,  # noqa: ARG001
     dtype: torch.dtype,
 ) -> Tensor:
     """Recompute the effective weight, as kernels of this ``dtype``."""
@@ -129,7 +129,7 @@ def backward(
     gain: Tensor | None,
     scale: Tensor | None,
     saved: Sequence[Tensor],
-    call: Call,
+    setup: Setup,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the weight, as kernels, and of the gain, from dL/dw'', which it may overwrite, and t.
 
@@ -140,11 +140,11 @@ def backward(
     rows, w = Rows(*saved[:7]), matrix.rows(matrix.values)
     g = _column(gain, scale, rows.mean)
     t = t.to(w.dtype).view_as(rows.mean)
-    lone = matrix.values.shape[1] == 1 and call.kind == "channel"
-    found = method.gradient_rows(matrix.rows(gradient), t, w, g, rows, call.options.one_pass, call.shift, lone)
-    if dx is not None and call.takes_statistics:
-        dmean, dmass = (matrix.statistic(row, call.kind) for row in (found.dmean, found.dmass))
-        add_statistics_gradient(dx, x, Statistics(dmean, dmass, saved[7] if len(saved) > 7 else None), call)
+    lone = matrix.values.shape[1] == 1 and setup.kind == "channel"
+    found = method.gradient_rows(matrix.rows(gradient), t, w, g, rows, setup.options.one_pass, setup.shift, lone)
+    if dx is not None and setup.takes_statistics:
+        dmean, dmass = (matrix.statistic(row, setup.kind) for row in (found.dmean, found.dmass))
+        add_statistics_gradient(dx, x, Statistics(dmean, dmass, saved[7] if len(saved) > 7 else None), setup)
     s = found.s.flatten()
     return matrix.kernels(found.dw), s if scale is None else s * scale.to(s.dtype)
 
@@ -158,16 +158,16 @@ def track(running: Running, statistics: Statistics, momentum: float | None) -> N
     method.update_running(*running, *statistics[:2], momentum)
 
 
-def batch_statistics(x: Tensor, call: Call) -> Statistics:
+def batch_statistics(x: Tensor, setup: Setup) -> Statistics:
     """The statistics of ``x``, over all processes if they are shared."""
     return method.batch_statistics(
-        x, call.samples, call.geometry, call.kind, centred=call.options.centred, among=call.among
+        x, setup.samples, setup.geometry, setup.kind, centred=setup.options.centred, among=setup.among
     )
 
 
-def add_statistics_gradient(dx: Tensor, x: Tensor, gradient: Statistics, call: Call) -> None:
+def add_statistics_gradient(dx: Tensor, x: Tensor, gradient: Statistics, setup: Setup) -> None:
     """Add the adjoint of :func:`batch_statistics` to ``dx``."""
-    method.add_statistics_gradient(dx, x, gradient, call.samples, call.geometry, call.kind, call.among)
+    method.add_statistics_gradient(dx, x, gradient, setup.samples, setup.geometry, setup.kind, setup.among)
 
 
 def _column(gain: Tensor | None, scale: Tensor | None, like: Tensor) -> Tensor | float:
@@ -182,7 +182,7 @@ def _column(gain: Tensor | None, scale: Tensor | None, like: Tensor) -> Tensor |
 def check_memory(*tensors: Tensor | None) -> None:
     """Refuse tensors that have lost their memory, which torch's own operations do not notice."""
     for tensor in tensors:
-        if tensor is None or type(tensor) not in PLAIN:
+        if tensor is None or type(tensor) not in ORDINARY:
             continue
         if not tensor.untyped_storage().nbytes() and tensor.numel():
             raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} has lost its memory: its storage was resized")

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from balnorm._core.backends import torch as torch_backend
-from balnorm._core.backends.torch import PLAIN, Call, Forward, Running
+from balnorm._core.backends.torch import ORDINARY, Forward, Running, Setup
 from balnorm._core.geometry import geometry_of
 from balnorm._core.matrix import WeightMatrix, same_order
 from balnorm._core.method import Statistics
@@ -50,7 +50,7 @@ class LaunchError(Exception):
 
 
 def takes(*tensors: Tensor | None) -> bool:
-    """Whether the kernels can read these tensors: on one GPU where they work, plain, of a known type, and not empty.
+    """Whether the kernels can read these tensors: as :func:`fits` asks, on a GPU where the kernels work.
 
     A dispatch mode has to see every operation, so under one torch's operations do the work.
     """
@@ -64,12 +64,12 @@ def takes(*tensors: Tensor | None) -> bool:
 
 
 def fits(*tensors: Tensor | None) -> bool:
-    """Whether these tensors are plain, of one device and of known types, and not empty."""
+    """Whether these tensors are torch's own, of known types, not empty, and on one device."""
     device = None
     for tensor in tensors:
         if tensor is None:
             continue
-        if type(tensor) not in PLAIN or tensor.dtype not in _TYPES or tensor.numel() == 0:
+        if type(tensor) not in ORDINARY or tensor.dtype not in _TYPES or tensor.numel() == 0:
             return False
         if device is None:
             device = tensor.get_device()
@@ -94,22 +94,22 @@ def forward(
     scale: Tensor | None,
     given: Statistics | None,
     running: Running | None,
-    call: Call,
+    setup: Setup,
 ) -> Forward:
     values, found = matrix.values, given
     gain, scale, bias = (_vector(vector, values.shape[0]) for vector in (gain, scale, bias))
-    order = None if running is None else _order_of(running, values, call.options.momentum)
+    order = None if running is None else _order_of(running, values, setup.options.momentum)
     averages = None if order is None else running
     key = (
         "forward", x.shape, x.stride(), values.shape, values.dtype, matrix.channels_last, gain is None, scale is None,
         bias is None, given is None, order, averages is None or averages.batches is None,
     )  # fmt: skip
-    plan: _ForwardPlan | None = call.prepared.get(key)
+    plan: _ForwardPlan | None = setup.prepared.get(key)
     if plan is None:
-        plan = _plan_forward(x, matrix, bias, gain, scale, given, averages, order, call)
-        call.prepared[key] = plan
+        plan = _plan_forward(x, matrix, bias, gain, scale, given, averages, order, setup)
+        setup.prepared[key] = plan
     if found is None and not plan.sums:
-        found = torch_backend.batch_statistics(x, call)
+        found = torch_backend.batch_statistics(x, setup)
     rows = plan.rows
     saved, out = values.new_empty(rows.size), torch.empty_like(values, dtype=x.dtype)
     out_bias, mean, mass = x.new_empty(rows.outputs), saved, saved
@@ -127,7 +127,7 @@ def forward(
             plan.balance(values, mean, mass, saved, gain, scale, bias, out, out_bias, *moved)
     except LaunchError as error:
         _give_up(values.get_device(), error)
-        return torch_backend.forward(x, matrix, bias, gain, scale, found, running, call)
+        return torch_backend.forward(x, matrix, bias, gain, scale, found, running, setup)
     undo, statistics = None, found
     if averages is not None:
         for buffer in averages:  # they change behind torch's back: whoever saved them for backward has to know
@@ -146,25 +146,25 @@ def effective(
     gain: Tensor | None,
     scale: Tensor | None,
     saved: Sequence[Tensor],
-    call: Call,
+    setup: Setup,
     dtype: torch.dtype,
 ) -> Tensor:
     if _is_of_torch(saved):
-        return torch_backend.effective(matrix, gain, scale, saved, call, dtype)
+        return torch_backend.effective(matrix, gain, scale, saved, setup, dtype)
     values = matrix.values
     gain, scale = (_vector(vector, values.shape[0]) for vector in (gain, scale))
     key = ("effective", values.shape, values.dtype, gain is None, scale is None)
-    plan: _EffectivePlan | None = call.prepared.get(key)
+    plan: _EffectivePlan | None = setup.prepared.get(key)
     if plan is None:
-        plan = call.prepared[key] = _plan_effective(matrix, gain, scale, call)
+        plan = setup.prepared[key] = _plan_effective(matrix, gain, scale, setup)
     out = torch.empty_like(values, dtype=dtype)
     try:
         with _device(values):
             plan.scale(values, _expect(saved[0], (plan.rows.size,), values), gain, scale, out)
     except LaunchError as error:
         _give_up(values.get_device(), error)
-        saved = _as_of_torch(matrix, saved, plan.rows, call)
-        return torch_backend.effective(matrix, gain, scale, saved, call, dtype)
+        saved = _as_of_torch(matrix, saved, plan.rows, setup)
+        return torch_backend.effective(matrix, gain, scale, saved, setup, dtype)
     return out
 
 
@@ -177,17 +177,17 @@ def backward(
     gain: Tensor | None,
     scale: Tensor | None,
     saved: Sequence[Tensor],
-    call: Call,
+    setup: Setup,
 ) -> tuple[Tensor, Tensor]:
     if _is_of_torch(saved):
-        return torch_backend.backward(gradient, t, dx, x, matrix, gain, scale, saved, call)
-    values, to = matrix.values, dx if call.takes_statistics else None
+        return torch_backend.backward(gradient, t, dx, x, matrix, gain, scale, saved, setup)
+    values, to = matrix.values, dx if setup.takes_statistics else None
     gain, scale = (_vector(vector, values.shape[0]) for vector in (gain, scale))
     of_samples = None if to is None else (to.shape, to.stride())
     key = ("backward", of_samples, values.shape, values.dtype, matrix.channels_last, gain is None, scale is None)
-    plan: _BackwardPlan | None = call.prepared.get(key)
+    plan: _BackwardPlan | None = setup.prepared.get(key)
     if plan is None:
-        plan = call.prepared[key] = _plan_backward(to, matrix, gain, scale, call)
+        plan = setup.prepared[key] = _plan_backward(to, matrix, gain, scale, setup)
     rows = plan.rows
     vector, g, t = _expect(saved[0], (rows.size,), values), matrix.like(gradient, convert=False), t.contiguous()
     if t.shape != (rows.outputs,) or (to is not None and to.shape != x.shape):
@@ -206,11 +206,11 @@ def backward(
                 plan.statistics(partial, vector, gradients)
     except LaunchError as error:  # nothing was changed yet that torch needs
         _give_up(values.get_device(), error)
-        saved = _as_of_torch(matrix, saved, rows, call)
-        return torch_backend.backward(gradient, t, dx, x, matrix, gain, scale, saved, call)
+        saved = _as_of_torch(matrix, saved, rows, setup)
+        return torch_backend.backward(gradient, t, dx, x, matrix, gain, scale, saved, setup)
     if to is not None and gradients is not None:
         found = Statistics(gradients[0], gradients[1], saved[1] if len(saved) > 1 else None)
-        torch_backend.add_statistics_gradient(to, x, found, call)
+        torch_backend.add_statistics_gradient(to, x, found, setup)
     return dw, dgain
 
 
@@ -253,12 +253,12 @@ class _Rows(NamedTuple):
         return Statistics(mean, mass)
 
 
-def _divide_rows(matrix: WeightMatrix, call: Call) -> _Rows:
+def _divide_rows(matrix: WeightMatrix, setup: Setup) -> _Rows:
     language = importlib.import_module("triton.language")
     outputs, inputs, *kernel = matrix.values.shape
-    groups, taps, position = matrix.groups, math.prod(kernel), call.kind == "position"
+    groups, taps, position = matrix.groups, math.prod(kernel), setup.kind == "position"
     n, rows = inputs * taps, outputs // groups
-    statistics = call.geometry.statistics_shape(groups * inputs, call.kind)
+    statistics = setup.geometry.statistics_shape(groups * inputs, setup.kind)
     masses = math.prod(statistics)
     # Few sizes, because each of them is compiled.
     at_once = 1 if rows == 1 else 4 if rows <= 128 else 16 if rows <= 512 else 64
@@ -302,20 +302,20 @@ class _Samples(NamedTuple):
     block_c: int
 
 
-def _samples(x: Tensor, call: Call, fold: bool = False) -> _Samples | None:
+def _samples(x: Tensor, setup: Setup, fold: bool = False) -> _Samples | None:
     """How to take the statistics of samples, or ``None`` if torch operations have to.
 
     That is so for centred statistics, over several processes, where the padding is a step of its own, and if no view of
     ``x`` has one stride for all its pixels.
     """
-    position = call.kind == "position"
-    if call.among is not None or call.options.centred or (position and call.geometry.pads_beforehand):
+    position = setup.kind == "position"
+    if setup.among is not None or setup.options.centred or (position and setup.geometry.pads_beforehand):
         return None
-    return _divide_samples(x.shape, x.stride(), call, fold)
+    return _divide_samples(x.shape, x.stride(), setup, fold)
 
 
-def _divide_samples(shape: torch.Size, strides: tuple[int, ...], call: Call, fold: bool) -> _Samples | None:
-    (_, channels, *size), samples, geometry = shape, call.samples, call.geometry
+def _divide_samples(shape: torch.Size, strides: tuple[int, ...], setup: Setup, fold: bool) -> _Samples | None:
+    (_, channels, *size), samples, geometry = shape, setup.samples, setup.geometry
     pixels, sn, sc = math.prod(size), strides[0], strides[1]
     axes = [(n, s) for n, s in zip(size, strides[2:], strict=True) if n > 1]
     if any(outer != inner * n for (_, outer), (n, inner) in pairwise(axes)):
@@ -323,12 +323,12 @@ def _divide_samples(shape: torch.Size, strides: tuple[int, ...], call: Call, fol
     if samples == 0 or pixels == 0:
         return None
     sp = axes[-1][1] if axes else sn
-    position = call.kind == "position"
+    position = setup.kind == "position"
     by_tap = position and not geometry.exceeds(size)
     repeat, steps = 1, 1
     if position and not by_tap:  # every tap gets the same part of the whole channel
         repeat, steps = math.prod(geometry.kernel), 1 if geometry.transposed else math.prod(geometry.stride)
-    count = samples * geometry.divisor(size, call.kind) * steps
+    count = samples * geometry.divisor(size, setup.kind) * steps
 
     limit, folded = samples * pixels, 1
     flat = not by_tap and (samples == 1 or sn == pixels * sp)
@@ -453,12 +453,12 @@ def _plan_forward(
     given: Statistics | None,
     averages: Running | None,
     order: tuple[int, int] | None,
-    call: Call,
+    setup: Setup,
 ) -> _ForwardPlan:
-    kernels, rows = _kernels(), _divide_rows(matrix, call)
-    samples = None if given is not None else _samples(x, call, fold=True)
+    kernels, rows = _kernels(), _divide_rows(matrix, setup)
+    samples = None if given is not None else _samples(x, setup, fold=True)
     sums, partial = ((), 0) if samples is None else _plan_sums(samples, rows)
-    momentum = 0.0 if call.options.momentum is None else float(call.options.momentum)
+    momentum = 0.0 if setup.options.momentum is None else float(setup.options.momentum)
     high: float = struct.unpack("f", struct.pack("f", momentum))[0]  # Triton takes numbers in float32
     balance = _Launch(
         kernels.balance_rows,
@@ -467,8 +467,8 @@ def _plan_forward(
             rows.outputs, rows.rows, rows.groups, rows.inputs, rows.taps, rows.masses, *(order or (0, 0)), high,
             momentum - high,
         ),
-        rows.warps, LAST=matrix.channels_last, POSITION=rows.position, ONE_PASS=call.options.one_pass,
-        SHIFT=call.shift, GROUPED=rows.groups > 1, HAS_GAIN=gain is not None, HAS_SCALE=scale is not None,
+        rows.warps, LAST=matrix.channels_last, POSITION=rows.position, ONE_PASS=setup.options.one_pass,
+        SHIFT=setup.shift, GROUPED=rows.groups > 1, HAS_GAIN=gain is not None, HAS_SCALE=scale is not None,
         HAS_BIAS=bias is not None, GIVEN=samples is None, TRACK=averages is not None,
         COUNTED=averages is not None and averages.batches is not None, ACC=rows.acc, BLOCK=rows.block,
     )  # fmt: skip
@@ -499,8 +499,8 @@ def _plan_sums(samples: _Samples, rows: _Rows) -> tuple[tuple[_Launch, ...], int
     return (sums, finish), 2 * chunks * channels * taps
 
 
-def _plan_effective(matrix: WeightMatrix, gain: Tensor | None, scale: Tensor | None, call: Call) -> _EffectivePlan:
-    rows = _divide_rows(matrix, call)
+def _plan_effective(matrix: WeightMatrix, gain: Tensor | None, scale: Tensor | None, setup: Setup) -> _EffectivePlan:
+    rows = _divide_rows(matrix, setup)
     launch = _Launch(
         _kernels().scale_rows,
         (rows.outputs, -(-rows.n // rows.block)),
@@ -511,28 +511,28 @@ def _plan_effective(matrix: WeightMatrix, gain: Tensor | None, scale: Tensor | N
 
 
 def _plan_backward(
-    dx: Tensor | None, matrix: WeightMatrix, gain: Tensor | None, scale: Tensor | None, call: Call
+    dx: Tensor | None, matrix: WeightMatrix, gain: Tensor | None, scale: Tensor | None, setup: Setup
 ) -> _BackwardPlan:
-    kernels, rows = _kernels(), _divide_rows(matrix, call)
+    kernels, rows = _kernels(), _divide_rows(matrix, setup)
     of_rows = _Launch(
         kernels.backward_rows,
         (rows.groups * rows.blocks,),
         (rows.outputs, rows.rows, rows.blocks, rows.groups, rows.inputs, rows.taps, rows.masses),
-        rows.warps_at_once, LAST=matrix.channels_last, POSITION=rows.position, ONE_PASS=call.options.one_pass,
-        SHIFT=call.shift, HAS_GAIN=gain is not None, HAS_SCALE=scale is not None, ACC=rows.acc, ROWS=rows.at_once,
+        rows.warps_at_once, LAST=matrix.channels_last, POSITION=rows.position, ONE_PASS=setup.options.one_pass,
+        SHIFT=setup.shift, HAS_GAIN=gain is not None, HAS_SCALE=scale is not None, ACC=rows.acc, ROWS=rows.at_once,
         BLOCK=rows.columns,
     )  # fmt: skip
     if dx is None:
         return _BackwardPlan(rows, of_rows, None, None)
     constants = {
         "LAST": matrix.channels_last,
-        "SHIFT": call.shift,
+        "SHIFT": setup.shift,
         "GROUPED": rows.groups > 1,
         "LONE": rows.inputs == 1 and not rows.position,
         "ACC": rows.acc,
         "BLOCK_B": _BLOCKS,
     }
-    samples = _samples(dx, call)
+    samples = _samples(dx, setup)
     if samples is None:
         channels = rows.groups * rows.inputs
         launch = _Launch(
@@ -616,11 +616,11 @@ def _is_of_torch(saved: Sequence[Tensor]) -> bool:
     return len(saved) > 2
 
 
-def _as_of_torch(matrix: WeightMatrix, saved: Sequence[Tensor], rows: _Rows, call: Call) -> Sequence[Tensor]:
+def _as_of_torch(matrix: WeightMatrix, saved: Sequence[Tensor], rows: _Rows, setup: Setup) -> Sequence[Tensor]:
     """What the torch backend would have saved."""
     found = rows.statistics_in(saved[0])
     given = found._replace(centre=saved[1] if len(saved) > 1 else None)
-    return torch_backend.forward(found.mean, matrix, None, None, None, given, None, call).saved
+    return torch_backend.forward(found.mean, matrix, None, None, None, given, None, setup).saved
 
 
 def _device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -711,7 +711,7 @@ _TOLERANCE = 1e-4
 def deviation(device: torch.device) -> float:
     """How far a small layer in float32 is from one in float64, forward and backward, on the CPU by torch operations."""
     geometry = geometry_of((3, 3), stride=2, padding=1, groups=2)
-    call = Call(geometry, Options(mass="position"), "position", True, 3, None, True, 6, torch.float32)
+    setup = Setup(geometry, Options(mass="position"), "position", True, 3, None, True, 6, torch.float32)
 
     def numbers(*shape: int) -> Tensor:
         return torch.arange(1.0, 1.0 + math.prod(shape), dtype=torch.float64).sin_().view(shape)
@@ -726,11 +726,11 @@ def deviation(device: torch.device) -> float:
         mean, mass = (tensor.to(where, dtype, copy=True) for tensor in averages)
         batches = torch.full((), 3, device=where)
         running, matrix = Running(mean, mass, batches), WeightMatrix.of(w, geometry)
-        found = backend.forward(x, matrix, bias, gain, scale, None, running, call)
+        found = backend.forward(x, matrix, bias, gain, scale, None, running, setup)
         if found.undo is None:
-            backend.track(running, found.statistics, call.options.momentum)
-        again = backend.effective(matrix, gain, found.scale, found.saved, call, dtype)
-        dw, dgain = backend.backward(g, t, dx, x, matrix, gain, found.scale, found.saved, call)
+            backend.track(running, found.statistics, setup.options.momentum)
+        again = backend.effective(matrix, gain, found.scale, found.saved, setup, dtype)
+        dw, dgain = backend.backward(g, t, dx, x, matrix, gain, found.scale, found.saved, setup)
         results = (found.effective, found.bias, again, dw, dgain, dx, mean, mass, batches)
         return [result.to("cpu", torch.float64) for result in results]
 
