@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from balnorm.bench import cli, export
+from balnorm.bench import cli
 from balnorm.bench.cli import main
 from balnorm.bench.console import printable
 from balnorm.bench.export import load_saved
@@ -28,6 +28,7 @@ from balnorm.bench.study.display import Display
 from balnorm.bench.study.plots import figure_files
 from balnorm.bench.study.report import write_report
 from balnorm.bench.study.results import read_results
+from balnorm.bench.training import learner
 from balnorm.bench.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from balnorm.bench.training.config import without_effect
 from balnorm.bench.training.run import Run, RunBusyError, Setting
@@ -306,7 +307,7 @@ def test_a_state_that_does_not_fit_leaves_the_one_before(interrupted, tmp_path, 
     """With the right checksum and wrong content, the resumed run ended with a traceback."""
     shutil.copytree(interrupted / "run", tmp_path / "run")
     path = tmp_path / "run" / "checkpoint.pt"
-    state = load_checkpoint(path).state
+    state = load_checkpoint(path).result
     UNFIT[kind](state)
     previous = path.with_name("checkpoint.pt.previous").read_bytes()
     save_checkpoint(path, state)
@@ -322,7 +323,7 @@ def test_a_state_that_does_not_fit_leaves_the_one_before(interrupted, tmp_path, 
 
 def test_two_states_that_do_not_fit_are_one_sentence(interrupted, tmp_path, capsys):
     shutil.copytree(interrupted / "run", tmp_path / "run")
-    state = load_checkpoint(tmp_path / "run" / "checkpoint.pt").state
+    state = load_checkpoint(tmp_path / "run" / "checkpoint.pt").result
     for _ in range(2):
         save_checkpoint(tmp_path / "run" / "checkpoint.pt", {**state, "model": {}})
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
@@ -790,7 +791,7 @@ IMPOSSIBLE_STATES = {
 @pytest.mark.parametrize("kind", IMPOSSIBLE_STATES)
 def test_a_checkpoint_that_cannot_be_is_neither_inspected_nor_folded(runs, tmp_path, capsys, kind):
     change, answer = IMPOSSIBLE_STATES[kind]
-    state = load_checkpoint(runs / "finished" / "checkpoint.pt").state
+    state = load_checkpoint(runs / "finished" / "checkpoint.pt").result
     change(state)
     save_checkpoint(tmp_path / "checkpoint.pt", state)
     for command in (["inspect"], ["fold", "--out", str(tmp_path / "x.pt")]):
@@ -818,14 +819,14 @@ def test_a_checkpoint_that_unpacks_to_more_is_not_loaded(tmp_path):
 @pytest.mark.parametrize("change", [{"width": 10**8}, {"depth": 6 * 10**4 + 2}, {"channels": 10**9}])
 def test_a_checkpoint_cannot_ask_for_a_network_beyond_the_memory(runs, tmp_path, monkeypatch, change):
     """The network was built first, and the weights were compared with it afterwards."""
-    state = load_checkpoint(runs / "finished" / "checkpoint.pt").state
+    state = load_checkpoint(runs / "finished" / "checkpoint.pt").result
     for part in ("recipe", "images"):
         state[part] |= {name: value for name, value in change.items() if name in state[part]}
     save_checkpoint(tmp_path / "checkpoint.pt", state)
     devices = []
-    build = export.create_model
+    build = learner.create_model
     monkeypatch.setattr(
-        export, "create_model", lambda *a, **k: devices.append(torch.get_default_device().type) or build(*a, **k)
+        learner, "create_model", lambda *a, **k: devices.append(torch.get_default_device().type) or build(*a, **k)
     )
     with pytest.raises(CheckpointError, match="does not fit this run"):
         load_saved(tmp_path)

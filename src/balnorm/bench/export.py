@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +13,10 @@ from torch import Tensor, nn
 
 from balnorm.bench.data import ImageSpec
 from balnorm.bench.files import write_atomically
-from balnorm.bench.models import create_model
-from balnorm.bench.norms import get_norm
-from balnorm.bench.training.checkpoint import CheckpointError, load_checkpoint, load_weights
+from balnorm.bench.training.checkpoint import CheckpointError, check_contents, load_checkpoint, load_weights
 from balnorm.bench.training.config import Recipe
-from balnorm.bench.training.images import image_shape, make_loaders, make_test_loader
+from balnorm.bench.training.images import make_test_loader
+from balnorm.bench.training.learner import make_network
 from balnorm.bench.training.processes import Processes
 from balnorm.layers import BalNormLayer
 
@@ -35,7 +33,7 @@ class Saved:
     epoch: int
     """How many epochs are done."""
     state: Literal["unfinished", "finished", "diverged"]
-    remark: str | None
+    remark: str | None = None
     """What was wrong with the checkpoint, if the previous one was loaded instead."""
 
 
@@ -46,51 +44,39 @@ def load_saved(path: str | Path) -> Saved:
     """
     path = Path(path)
     path = path / "checkpoint.pt" if path.is_dir() else path
-    networks: list[tuple[Recipe, ImageSpec, nn.Module]] = []
-    # Made while loading, so that the previous checkpoint is used if this one does not fit.
-    loaded = load_checkpoint(path, lambda state: networks.append(_network(state)))
+    loaded = load_checkpoint(path, _saved)  # which tries the previous checkpoint if this one does not fit
     if loaded is None:
         raise CheckpointError(f"{path} does not exist: give the checkpoint.pt of a run, or its folder")
-    recipe, images, model = networks[-1]
-    position = loaded.state["position"]
-    ended: Literal["unfinished", "finished"] = "finished" if position["epoch"] == recipe.epochs else "unfinished"
-    return Saved(
-        recipe, images, model, position["epoch"], "diverged" if position["diverged"] else ended, loaded.problem
-    )
+    saved: Saved = loaded.result
+    return replace(saved, remark=loaded.problem)
 
 
-def _network(state: Mapping[str, Any]) -> tuple[Recipe, ImageSpec, nn.Module]:
-    recipe = Recipe.from_dict(state["recipe"])
+def _saved(state: dict[str, Any]) -> Saved:
+    """The network of a state. Raises some error if the state does not fit together."""
+    check_contents(state)
+    recipe, images = Recipe.from_dict(state["recipe"]), ImageSpec(**state["images"])
     weights: dict[str, Any] = state["model"]
     if state["averaged"] is not None:
         averaged = state["averaged"].items()
         weights = {name.removeprefix("module."): value for name, value in averaged if name.startswith("module.")}
-    if state["images"] is None:  # from before version 0.2: the classifier has as many rows as there are classes
-        classes = [value for value in weights.values() if value.dim() == 2][-1].shape[0]
-        channels, size, _ = image_shape(recipe)
-        images = ImageSpec(channels, size, ("",) * classes, (), (), (0, 0))
-    else:
-        images = ImageSpec(**state["images"])
-    options = {"in_channels": images.channels, **recipe.model_options()}
-    norm = get_norm(recipe.norm, **recipe.norm_options)
     with torch.device("meta"):  # a prepared file could ask for a network larger than the memory
-        shapes = create_model(recipe.model, norm, len(images.classes), **options).state_dict()
+        shapes = make_network(recipe, images.channels, len(images.classes)).state_dict()
     for name, value in shapes.items():
         if name in weights and weights[name].shape != value.shape:
             raise ValueError(f"{name} is {tuple(weights[name].shape)} instead of {tuple(value.shape)}")
-    model = create_model(recipe.model, norm, len(images.classes), **options)
+    model = make_network(recipe, images.channels, len(images.classes))
     load_weights(model, weights)
     epoch, diverged = (state["position"].get(name) for name in ("epoch", "diverged"))
     if type(epoch) is not int or not 0 <= epoch <= recipe.epochs or type(diverged) is not bool:
         raise ValueError(f"there is no epoch {epoch!r} in a run of {recipe.epochs}")
-    return recipe, images, model.eval()
+    ended: Literal["unfinished", "finished"] = "finished" if epoch == recipe.epochs else "unfinished"
+    return Saved(recipe, images, model.eval(), epoch, "diverged" if diverged else ended)
 
 
 def test_batch(saved: Saved, root: str | Path, images: int) -> Tensor:
     """The first test images, preprocessed for the network; all of them if there are fewer."""
     team = Processes(0, 1, torch.device("cpu"))
-    spec = saved.images if saved.images.mean else make_loaders(saved.recipe, team, Path(root))[2]
-    loader = make_test_loader(saved.recipe, team, Path(root), spec, images)
+    loader = make_test_loader(saved.recipe, team, Path(root), saved.images, images)
     return next(batch for batch, _ in loader.epoch())
 
 

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from balnorm.bench.models import create_model
-from balnorm.bench.norms import get_norm
 from balnorm.bench.training.config import Recipe
-from balnorm.bench.training.learner import Learner, autocast
+from balnorm.bench.training.learner import Learner, autocast, make_network
 from balnorm.bench.training.processes import Processes, processes
 from balnorm.text_table import text_table
 
@@ -44,14 +42,7 @@ def bench(
     for recipe in recipes:
         torch.manual_seed(recipe.seed)
         norm = recipe.method
-        model = create_model(
-            recipe.model,
-            get_norm(recipe.norm, **recipe.norm_options),
-            classes,
-            in_channels=channels,
-            **recipe.model_options(),
-        )
-        model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = make_network(recipe, channels, classes).to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         with autocast(recipe, x.device):
             kept[norm] = saved_bytes(model, x)
         compiled: Any = torch.compile(model) if recipe.compile else model

@@ -16,9 +16,18 @@ from torch import nn
 from balnorm.bench.errors import Failure
 from balnorm.bench.files import regular, written
 
-__all__ = ["CheckpointError", "Loaded", "load_checkpoint", "load_weights", "save_checkpoint", "set_aside"]
+__all__ = [
+    "CheckpointError",
+    "Loaded",
+    "check_contents",
+    "load_checkpoint",
+    "load_weights",
+    "save_checkpoint",
+    "set_aside",
+]
 
 _MAGIC = b"balnorm checkpoint 1\n"
+_CONTENTS = {"recipe", "images", "world", "position", "model", "averaged", "optimizer", "scaler", "rng"}
 
 
 class CheckpointError(Failure):
@@ -47,25 +56,24 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 class Loaded(NamedTuple):
-    """A state, and a sentence if it is not the last one that was saved."""
+    """What was made of a state, and a sentence if it is not the last one that was saved."""
 
-    state: dict[str, Any]
+    result: Any
     problem: str | None
 
 
-def load_checkpoint(path: Path, use: Callable[[dict[str, Any]], object] = lambda _: None) -> Loaded | None:
+def load_checkpoint(path: Path, use: Callable[[dict[str, Any]], Any] = lambda state: state) -> Loaded | None:
     """Load the state in ``path``, or the previous one if that is damaged; ``None`` if there is neither.
 
-    ``use`` applies a state; if it raises an error, the previous checkpoint is tried. Nothing in a file is executed.
-    Raises a :class:`CheckpointError` if there are files but none is usable.
+    The result is what ``use`` makes of the state. If ``use`` raises an error, the previous checkpoint is tried. Nothing
+    in a file is executed. Raises a :class:`CheckpointError` if there are files but none is usable.
     """
     problems: list[str] = []
     for candidate in (path, Path(f"{path}.previous")):
         if not candidate.exists():
             continue
         try:
-            state = _read(candidate)
-            use(state)
+            result = use(_read(candidate))
         except CheckpointError as error:
             problems.append(f"{candidate} {error}")
         except Failure:  # the state is fine, but something else is wrong
@@ -74,10 +82,16 @@ def load_checkpoint(path: Path, use: Callable[[dict[str, Any]], object] = lambda
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             problems.append(f"{candidate} does not fit this run ({reason})")
         else:
-            return Loaded(state, f"{problems[0]}: using the previous one" if problems else None)
+            return Loaded(result, f"{problems[0]}: using the previous one" if problems else None)
     if problems:
         raise CheckpointError("; ".join(problems))
     return None
+
+
+def check_contents(state: dict[str, Any]) -> None:
+    """Raise a ValueError unless the state has the parts of a run's."""
+    if state.keys() != _CONTENTS:
+        raise ValueError("its contents differ: another version wrote it")
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
@@ -117,13 +131,4 @@ def _read(path: Path) -> dict[str, Any]:
         raise CheckpointError("contains something other than tensors and numbers, and was not loaded") from error
     if not isinstance(state, dict):
         raise CheckpointError("is not a checkpoint of balnorm")
-    return _renewed(state)
-
-
-def _renewed(state: dict[str, Any]) -> dict[str, Any]:
-    """Convert a state from before version 0.2, which records whether the run has ended, but not its images."""
-    position = state.get("position")
-    if isinstance(position, dict) and "finished" in position:
-        position["diverged"] = bool(position.pop("finished") and position["epoch"] < state["recipe"]["epochs"])
-        state.setdefault("images", None)
     return state

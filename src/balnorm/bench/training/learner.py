@@ -25,7 +25,7 @@ from balnorm.channels import ChannelCentre
 from balnorm.layers import BalNormLayer
 from balnorm.surgery import param_groups, update_stats
 
-__all__ = ["Learner", "autocast", "make_model", "make_optimizer", "set_rates", "sums_of"]
+__all__ = ["Learner", "autocast", "make_model", "make_network", "make_optimizer", "set_rates", "sums_of"]
 
 _RENEWAL = 20  # batches that give averaged weights their statistics
 _MIXUP = 3  # the key of mixup's random numbers, distinct from those of order and augmentation
@@ -137,9 +137,8 @@ class Learner:
 
 
 def make_model(recipe: Recipe, team: Processes, images: ImageSpec) -> nn.Module:
-    """The network, on its device, in channels_last."""
-    options = {"in_channels": images.channels, **recipe.model_options()}
-    model = create_model(recipe.model, get_norm(recipe.norm, **recipe.norm_options), len(images.classes), **options)
+    """The network on its device, in channels_last, with synchronised statistics if the recipe asks for them."""
+    model = make_network(recipe, images.channels, len(images.classes))
     if recipe.sync_stats and recipe.norm == "batchnorm":
         if team.device.type == "cpu":
             raise ValueError("sync_stats for batchnorm is torch's SyncBatchNorm, which needs GPUs")
@@ -148,6 +147,12 @@ def make_model(recipe: Recipe, team: Processes, images: ImageSpec) -> nn.Module:
         if isinstance(module, BalNormLayer | ChannelCentre):
             module.sync_stats = recipe.sync_stats
     return model.to(team.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def make_network(recipe: Recipe, channels: int, classes: int) -> nn.Module:
+    """The network of a recipe, for images of so many channels and classes."""
+    norm = get_norm(recipe.norm, **recipe.norm_options)
+    return create_model(recipe.model, norm, classes, in_channels=channels, **recipe.model_options())
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from balnorm.bench.errors import Stopped
-from balnorm.bench.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, set_aside
+from balnorm.bench.training.checkpoint import (
+    CheckpointError,
+    check_contents,
+    load_checkpoint,
+    save_checkpoint,
+    set_aside,
+)
 from balnorm.bench.training.config import Recipe
 from balnorm.bench.training.keep import keep
 from balnorm.bench.training.learner import Learner, sums_of
@@ -217,12 +223,11 @@ class Trainer:
 
     def take_up(self, state: dict[str, Any]) -> None:
         """Load a saved state. Raises some error if it does not belong to this run."""
-        if state.keys() != {"recipe", "images", "world", "position", "model", "averaged", "optimizer", "scaler", "rng"}:
-            raise ValueError("its contents differ")
+        check_contents(state)
         if Recipe.from_dict(state["recipe"]) != self.recipe:  # fields that came later have their defaults
             raise ValueError("its recipe differs")
         folder, world = self.run.folder, state["world"]
-        if state["images"] is not None and (changed := self.learner.images.changes(state["images"])):
+        if changed := self.learner.images.changes(state["images"]):
             raise RunError(f"the images are not those that {folder} was started with: {changed}")
         if world != self.team.world:
             raise RunError(f"{folder} was started with {world} processes and cannot resume with {self.team.world}")
