@@ -49,8 +49,62 @@ def test_the_option_for_signed_inputs_says_what_took_its_place():
 @pytest.mark.parametrize("use", [lambda model, x: model.eval()(x), lambda model, x: fold(model)])
 def test_statistics_that_were_never_taken_are_noticed(use):
     model, _ = convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), example_input=torch.rand(1, 3, 5, 5))
-    with pytest.warns(BalNormWarning, match=r"has no statistics yet: .*update_stats\(loader, model\)"):
+    with pytest.warns(BalNormWarning, match=r"no statistics yet: .*update_stats\(loader, model\)"):
         use(model, torch.rand(2, 3, 5, 5))
+
+
+class Module(nn.Module):
+    """As a LightningModule, whose steps are no calls of a module; its network is a part of a wrapper."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = nn.Sequential(network)
+
+    def forward(self, x):
+        return self.network(x)
+
+    def validation_step(self, x):
+        return self(x).sum()
+
+
+def warnings_of(action):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(each.message) for each in caught if each.category is BalNormWarning]
+
+
+def several_layers():
+    return nn.Sequential(BalNormConv2d(3, 4, 3), nn.Sequential(BalNormConv2d(4, 4, 1)), BalNormConv2d(4, 2, 1))
+
+
+@pytest.mark.parametrize("use", [lambda model, x: model.eval().validation_step(x), lambda model, x: fold(model)])
+def test_a_model_without_statistics_warns_once(use):
+    """In Lightning's sanity check there were as many warnings as layers, and none said that training would follow."""
+    model, x = Module(several_layers()), torch.rand(2, 3, 5, 5)
+    (text,) = warnings_of(lambda: use(model, x))
+    assert text.startswith("all 3 balanced layers of this Module (network.0.0, ...) have no statistics yet: ")
+    assert "harmless if training follows, e.g. after Lightning's sanity check" in text
+    assert not warnings_of(lambda: use(model, x))
+    assert len(warnings_of(lambda: use(Module(several_layers()), x))) == 1  # another model, another warning
+
+
+def test_the_layers_without_statistics_are_counted_and_named():
+    model, x = several_layers(), torch.rand(2, 3, 5, 5)
+    model(x)
+    model[1][0].reset_running_stats()
+    (text,) = warnings_of(lambda: model.eval()(x))
+    assert text.startswith("1 of 3 balanced layers of this Sequential (1.0) have no statistics yet: ")
+    (text,) = warnings_of(lambda: BalNormConv2d(3, 4, 1).eval()(x))
+    assert text.startswith("BalNormConv2d(3, 4, kernel_size=(1, 1), stride=(1, 1)) has no statistics yet: ")
+
+
+def test_a_layer_that_a_part_of_the_model_warned_of_is_silent_later():
+    model, x = several_layers().eval(), torch.rand(2, 3, 5, 5)
+    assert len(warnings_of(lambda: model[0](x))) == 1
+    (text,) = warnings_of(lambda: model(x))
+    assert text.startswith("all 3 balanced layers")
+    assert not warnings_of(lambda: (model(x), fold(model), model[1](torch.rand(2, 4, 5, 5))))
 
 
 def test_statistics_that_were_taken_are_enough():

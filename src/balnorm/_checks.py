@@ -1,10 +1,11 @@
-"""Warnings about how balanced layers are used. Each layer gives each of them once."""
+"""Warnings about how balanced layers are used. Each layer gives each of them once, and some a whole model."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ __all__ = [
     "refuse_quantised",
     "refuse_successor",
     "warn",
+    "warn_of_missing_statistics",
 ]
 
 ALL_FROZEN = (
@@ -38,7 +40,8 @@ ALL_FROZEN = (
 FOLD = "fold the model first, with balnorm.fold(model)"
 HAS_HOOKS = "{} has hooks, which the folded layer does not get: its output may differ"
 NO_STATISTICS = (
-    "{} has no statistics yet: its output is not what it was trained for. Train it, or estimate them with "
+    "{} no statistics yet: the output in eval mode is not what it will be trained for. That is harmless if training "
+    "follows, e.g. after Lightning's sanity check. Otherwise train first, or estimate the statistics with "
     "balnorm.update_stats(loader, model)"
 )
 QUANTISED = (
@@ -51,11 +54,14 @@ OF_PLAIN_LAYERS = (
     "balnorm.convert(model, example_input=images)"
 )
 
+_CALL = nn.Module._call_impl.__code__
+
 
 class BalNormWarning(UserWarning):
     """A balanced layer may not do what you expect. The message says why and what helps.
 
-    Each layer warns once. ``warnings.simplefilter("ignore", BalNormWarning)`` silences all of them.
+    Each layer warns once; if there are no statistics, each model does. ``warnings.simplefilter("ignore",
+    BalNormWarning)`` silences all of them.
     """
 
 
@@ -92,8 +98,40 @@ def look_for_statistics(layer: BalNormLayer, input: Tensor) -> None:
     if input.is_cuda and torch.cuda.is_current_stream_capturing():  # a CUDA graph cannot wait
         return
     layer._unwatched = True
-    if has_no_statistics(layer):
-        warn(layer, NO_STATISTICS)
+    if NO_STATISTICS not in layer._warned and has_no_statistics(layer):
+        warn_of_missing_statistics(_called_from_outside(layer), layer)
+
+
+def warn_of_missing_statistics(model: nn.Module, layer: BalNormLayer | None = None) -> None:
+    """Warn once of all layers of a model that have no statistics, as ``layer`` has none, unless they warned before."""
+    layers: dict[str, BalNormLayer] = {
+        name: cast("BalNormLayer", module)
+        for name, module in model.named_modules()
+        if hasattr(module, "_warned")  # as only balanced layers have
+    }
+    empty = {name: each for name, each in layers.items() if each is layer or has_no_statistics(each)}
+    if all(NO_STATISTICS in each._warned for each in empty.values()):
+        return
+    for each in empty.values():
+        each._warned.add(NO_STATISTICS)
+    if list(layers) == [""]:
+        subject = f"{model!r} has"
+    else:
+        which = f"all {len(layers)}" if len(empty) == len(layers) else f"{len(empty)} of {len(layers)}"
+        first = f"({next(iter(empty))}{', ...' if len(empty) > 1 else ''})"
+        subject = f"{which} balanced layers of this {type(model).__name__} {first} have"
+    warnings.warn(NO_STATISTICS.format(subject), BalNormWarning, stacklevel=3)
+
+
+def _called_from_outside(layer: BalNormLayer) -> nn.Module:
+    """The module whose call led to that of a layer: Python's stack knows it, and no layer knows its model."""
+    outermost: nn.Module = layer
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _CALL and isinstance(caller := frame.f_locals.get("self"), nn.Module):
+            outermost = caller
+        frame = frame.f_back
+    return outermost
 
 
 def refuse_quantised(layer: BalNormLayer, weight: object) -> None:

@@ -234,8 +234,7 @@ class BalNormLayer(nn.Module):
 
     def fuse(self) -> nn.Module:
         """Return the plain torch layer that computes what this one computes in eval mode. It always has a bias."""
-        if _checks.has_no_statistics(self):
-            warn(self, _checks.NO_STATISTICS)
+        _checks.warn_of_missing_statistics(self)
         # On the meta device torch's constructor spends neither time nor random numbers on values that go anyway.
         plain = self.plain(**self._shared_arguments(self), bias=True, device="meta")
         weight, bias = self._effective(None, None)

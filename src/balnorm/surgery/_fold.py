@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from balnorm._checks import HAS_HOOKS, warn
+from balnorm._checks import HAS_HOOKS, warn, warn_of_missing_statistics
 from balnorm.activations import LeanActivation
 from balnorm.channels import ChannelAffine, ChannelCentre
 from balnorm.layers import BALANCED, BalNormLayer
@@ -65,6 +65,7 @@ def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
         # Those of torch's own pruning and weight normalisation have done their work on the weight.
         if not all(type(hook).__module__.startswith("torch.nn.utils.") for hook in hooks):
             warn(layer, HAS_HOOKS, name)
+    warn_of_missing_statistics(model)  # once, and not for every layer
     logger.info("folding %d layers: %s", len(layers), ", ".join(layers))
     plain: dict[nn.Module, nn.Module] = {layer: layer.fuse() for layer in layers.values()}
     plain |= {module: module.fuse() for module in model.modules() if isinstance(module, LeanActivation)}
