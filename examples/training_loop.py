@@ -116,4 +116,4 @@ with torch.no_grad():
     difference = (deployed(images[test]) - model(images[test])).abs().max().item()
 print(f"folded: {type(deployed[0]).__name__}, largest difference {difference:.0e}")
 
-# To convert a network that exists already, see [existing models](../docs/models.md).
+# To convert a network that exists already, see [converting a model](../docs/convert.md).

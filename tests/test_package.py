@@ -180,7 +180,7 @@ def test_the_package_is_typed():
 
 RUNNING = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("models", "norms", "not-learning", "saving", "several-processes")),
+    *(f"docs/{name}.md" for name in ("convert", "norms", "not-learning", "saving", "several-processes", "train")),
 ]
 
 
@@ -190,6 +190,12 @@ def test_python_in_the_documents_runs(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
     assert blocks
+    if "timm" in "".join(blocks):
+        if importlib.util.find_spec("timm") is None:
+            pytest.skip("timm is not installed")
+        from benchmarks.zoo import import_timm
+
+        import_timm()
     program = {}
     for block in blocks:
         exec(compile(block, document, "exec"), program)

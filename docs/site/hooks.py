@@ -14,7 +14,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "benchmarks/*.md", "examples")
+SOURCES = ("README.md", "CITATION.cff", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "benchmarks/*.md", "examples")
 
 
 def on_files(files, config):
