@@ -119,7 +119,7 @@ def test_runs_that_have_not_ended_are_left_out(study, tmp_path, capsys):
     failed = make_run(study, "none", 1, [0.1, 0.2, 0.3])
     (failed.folder / "error.txt").write_text("ValueError: no")
     packed_copy(study, tmp_path / "packed")
-    assert "2 of 8 runs are not finished: left out" in capsys.readouterr().err
+    assert "2 of 8 runs not finished: left out" in capsys.readouterr().err
     assert len(lines_of(tmp_path / "packed")) == 6
     assert main(["pack", str(study / "runs" / "none-seed0")]) == 2
     assert "there is no finished run in" in capsys.readouterr().err
@@ -140,11 +140,11 @@ def test_a_packed_study_never_loses_runs(study, tmp_path, capsys):
     before = (tmp_path / "packed" / "metrics.csv").read_bytes()
     make_run(tmp_path / "other", "balnorm", 7)
     assert main(["pack", str(tmp_path / "other"), "--out", str(tmp_path / "packed")]) == 1
-    assert "holds a packed study with 6 runs that are not in this one" in capsys.readouterr().err
+    assert "holds a packed study, of which this one lacks 6 runs" in capsys.readouterr().err
     other_numbers = shutil.copytree(study, tmp_path / "again") / "runs" / "balnorm-lr=0.1-seed0" / "metrics.jsonl"
     other_numbers.write_text(other_numbers.read_text().replace('"test_accuracy": 0.7', '"test_accuracy": 0.8'))
     assert main(["pack", str(tmp_path / "again"), "--out", str(tmp_path / "packed")]) == 1
-    assert "holds a packed study with 1 runs that are not in this one" in capsys.readouterr().err
+    assert "holds a packed study, of which this one lacks 1 run:" in capsys.readouterr().err
     (tmp_path / "packed" / "study.json").write_text("{")
     assert main(["pack", str(study), "--out", str(tmp_path / "packed")]) == 1
     assert "study.json cannot be read" in capsys.readouterr().err

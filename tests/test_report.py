@@ -419,6 +419,19 @@ def test_a_tie_has_no_winner(tmp_path):
     assert "Then none 60.00%." in text
 
 
+def test_a_study_of_one_run_is_told_as_one(tmp_path):
+    """It "came out highest", of 1 runs, with quartiles of one number."""
+    make_run(tmp_path, "balnorm", 0, [0.5, 0.75])
+    report = write_report([tmp_path], tmp_path / "report", formats=["svg"])
+    assert report.summary == ("balnorm reached a test accuracy of 75.00% after 2 epochs (1 seed).", "The run finished.")
+    assert rows_of(report.tables[0])["balnorm"]["test accuracy, %"] == "75.00"
+    assert "<summary>1 run, with" in report.page.read_text()
+    make_run(tmp_path / "other", "none", 0, [0.1], epochs=3)
+    assert summary_of(tmp_path / "other") == ["The run has not finished yet."]
+    make_run(tmp_path / "third", "none", 0, [0.1], epochs=3, diverged=True)
+    assert summary_of(tmp_path / "third") == ["The run diverged."]
+
+
 def test_an_unfinished_copy_does_not_hide_a_finished_run(tmp_path):
     make_run(tmp_path, "balnorm", 0, [0.5], epochs=2, name="a-copy")
     make_run(tmp_path, "balnorm", 0, [0.5, 0.7], name="the-run")

@@ -458,7 +458,7 @@ def _compare(arguments: list[str]) -> None:
         ended = run_study(runs, executor, show=not grid.quiet)
     _write_report(ReportOptions((out,), quiet=grid.quiet))
     if failed := sum(run.state in ("failed", "unfinished") for run in ended):
-        raise Failure(f"{failed} of {len(runs)} runs failed; repeat the command to try them again")
+        raise Failure(f"{failed} of {many(len(runs), 'run')} failed; repeat the command to try again")
 
 
 def _report(arguments: list[str]) -> None:
@@ -499,7 +499,7 @@ def _pack(arguments: list[str]) -> None:
     remark(*results.problems)
     packed = results.packed()
     if left := len(results.runs) - len(packed.runs):
-        remark(f"{left} of {len(results.runs)} runs are not finished: left out")
+        remark(f"{left} of {many(len(results.runs), 'run')} not finished: left out")
     if not packed.runs:
         raise ValueError(f"there is no finished run in {options.study}")
     write_packed(packed, out)
@@ -575,7 +575,7 @@ def _bench(arguments: list[str]) -> None:
     check_precision(recipe.precision, device.type)
     print(
         f"{recipe.model} {recipe.name}, batch {recipe.batch_size} of {channels}x{size}x{size}, {recipe.precision}, "
-        f"forward and backward; {device}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"forward and backward; {device}, {many(torch.get_num_threads(), 'thread')}, torch {torch.__version__}, "
         f"{platform.platform()}; {bench_options.rounds} interleaved rounds"
     )
     print(profiling.bench(recipes, (channels, size, size), classes, bench_options.rounds, device))
@@ -590,7 +590,8 @@ def _inspect(arguments: list[str]) -> None:
         raise ValueError(f"the figure must end in .svg, .png or .pdf, got {options.figure}")
     saved = _loaded(options.checkpoint)
     recipe = saved.recipe
-    state = saved.state if saved.state == "finished" else f"{saved.state} after {saved.epoch} of {recipe.epochs} epochs"
+    epochs = f"{saved.epoch} of {many(recipe.epochs, 'epoch')}"
+    state = saved.state if saved.state == "finished" else f"{saved.state} after {epochs}"
     count = sum(parameter.numel() for parameter in saved.model.parameters())
     say(f"{recipe.name} {recipe.norm} seed {recipe.seed}: {recipe.model}, {count:,} parameters, {state}\n")
     report = balance_report(saved.model, test_batch(saved, options.root, options.images))
@@ -607,7 +608,7 @@ def _fold(arguments: list[str]) -> None:
     options = _parse(Fold, arguments, "fold", _fold.__doc__)
     saved = _loaded(options.checkpoint)
     if saved.state != "finished":
-        epochs = f"{saved.epoch} of {saved.recipe.epochs} epochs"
+        epochs = f"{saved.epoch} of {many(saved.recipe.epochs, 'epoch')}"
         what = "has diverged" if saved.state == "diverged" else "is not finished"
         remark(f"the run {what}; this is its network after {epochs}")
     export_folded(saved, options.out)

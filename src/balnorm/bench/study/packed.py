@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal, get_origin, get_type_hints
 
-from balnorm.bench.errors import one_line
+from balnorm.bench.errors import many, one_line
 from balnorm.bench.files import parse_json, regular, written
 from balnorm.bench.training.config import Recipe
 from balnorm.bench.training.experiment import Config, read_config
@@ -51,7 +51,8 @@ def write_packed(packed: Packed, folder: Path) -> None:
     if (folder / STUDY).exists() or (folder / METRICS).exists():
         there = read_packed(folder).runs
         if lost := sum(packed.runs.get(recipe) != records for recipe, records in there.items()):
-            raise RunError(f"{folder} holds a packed study with {lost} runs that are not in this one: choose another")
+            lacks = f"of which this one lacks {many(lost, 'run')}"
+            raise RunError(f"{folder} holds a packed study, {lacks}: choose another folder")
     if len({tuple(config.fields) for config in packed.runs}) > 1:
         raise RunError("runs of different experiments cannot be packed together")
     varies = _varies(packed.runs)
@@ -88,7 +89,7 @@ def read_packed(folder: Path) -> Packed:
         reason = getattr(error, "strerror", None) or one_line(error)  # an OSError would name the path again
         raise RunError(f"{path} cannot be read ({reason})") from error
     if len(runs) != study["runs"] or _varies(runs) != study["varies"]:
-        raise RunError(f"{path} does not hold the {study['runs']} runs that {STUDY} beside it lists")
+        raise RunError(f"{path} does not hold the {many(study['runs'], 'run')} that {STUDY} beside it lists")
     return Packed(runs, tuple(study["commands"]), tuple(study["environments"]))
 
 

@@ -100,6 +100,7 @@ def write_report(
         styles=[{"norm": method, **asdict(style)} for method, style in styles.items()],
         metrics=[(name, label) for name, (_, label) in results.metrics.items()][:2],
         shown=shown,
+        many=many,
         runs=[(run, _link(run.metrics, out)) for run in results.runs],
         hyperparameters=_hyperparameters(results),
         environments=results.environments,
@@ -164,7 +165,7 @@ def summarize(results: Results, differences: Differences) -> list[str]:
             f"No finished runs of balnorm and {baseline} agree in everything else, so none are compared seed by seed."
         ]
     sentences += [*compared, _counted(results)]
-    if ranked and min(found.n for _, found in ranked) < 5:
+    if len(results.runs) > 1 and ranked and min(found.n for _, found in ranked) < 5:
         sentences.append("With fewer than five seeds, quartiles and differences say little.")
     return sentences
 
@@ -176,7 +177,7 @@ def _ranking(results: Results, ranked: list[tuple[Setting, Spread]]) -> list[str
     (first, best), metric = ranked[0], results.metric
     diverged = {setting: any(run.state == "diverged" for run in results.by_setting[setting]) for setting, _ in ranked}
     if best.median == worst(metric) and all(diverged.values()):
-        return ["Every setting diverged in half of its runs or more."]
+        return ["Every setting diverged in half of its runs or more."] if len(results.runs) > 1 else []
     leaders = [str(setting) for setting, found in ranked if found.median == best.median]
     quartiles = f"quartiles {shown(metric, best.low)} to {shown(metric, best.high)}, "
     alike, spread = (", alike", "") if len(leaders) > 1 else ("", quartiles)
@@ -232,13 +233,16 @@ def _counted(results: Results) -> str:
     total, finished = len(results.runs), results.count("finished")
     if finished == total:
         return f"All {total} runs finished." if total > 1 else "The run finished."
+    if total == 1:
+        state = results.runs[0].state
+        return f"The run {state}." if state in ("diverged", "failed") else "The run has not finished yet."
     rest = {
         "diverged": results.count("diverged"),
         "failed": results.count("failed"),
         "not finished yet": results.count("unfinished") + results.count("new"),
     }
     told = ", ".join(f"{count} {what}" for what, count in rest.items() if count)
-    return f"Of {many(total, 'run')}, {finished} finished, {told}."
+    return f"Of {total} runs, {finished} finished, {told}."
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -174,12 +174,13 @@ def _count(name: str, number: int) -> Cell:
 
 
 def _spread(name: str, found: Spread | None, form: str | None, bad: float = math.nan, called: str = "diverged") -> Cell:
-    """Median and quartiles, shares in percent; a median that is ``bad`` is only called what it means."""
+    """Median and quartiles, shares in percent; one value alone; a median that is ``bad`` is called what it means."""
     names = (name, f"{name}_low", f"{name}_high")
     if found is None:
         return Cell("", dict.fromkeys(names))
     values = (found.median, found.low, found.high)
     scale = 100 if is_share(name) else 1
     median, low, high = (number(value, form) if math.isinf(value) else number(scale * value, form) for value in values)
-    text = called if found.median == bad else f"{median} ({low}–{high})"  # noqa: RUF001
+    text = f"{median} ({low}–{high})" if found.n > 1 else median  # noqa: RUF001
+    text = called if found.median == bad else text
     return Cell(text, dict(zip(names, values, strict=True)))
