@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from held import PATIENCE
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAGES = ["norms", "rates"]
+SHIM = Path(__file__).parent.parent / "docs" / "site" / "iframe-worker.js"
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 
 pytestmark = pytest.mark.skipif(
@@ -147,3 +149,19 @@ def test_a_panel_of_diverged_runs_says_so(browser, tmp_path):
         said = page.locator(".panel svg").filter(has_text="diverged")
         assert said.count() == 2  # of test and of training loss
         assert all("lr=3.0" in panel.text_content() for panel in said.all())
+
+
+def test_the_search_of_the_site_needs_no_server(browser, tmp_path):
+    """Browsers start no worker from disk. The worker answers from a frame instead, in the order of the questions."""
+    answer = 'addEventListener("message", async ({ data }) => postMessage(await data + 1))'
+    ask = """for (const number of [1, 2]) worker.postMessage(number);
+        worker.addEventListener("message", ({ data }) => document.body.append(data))"""
+    (tmp_path / "worker.js").write_text(answer)
+    page = (
+        f'<body><script src="{SHIM.as_uri()}"></script><script>const worker = new Worker("worker.js"); {ask}</script>'
+    )
+    (tmp_path / "index.html").write_text(page)
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.goto((tmp_path / "index.html").as_uri())
+        page.wait_for_function("document.body.textContent.endsWith('23')", timeout=1000 * PATIENCE)
