@@ -522,7 +522,7 @@ def training(rounds: int) -> Iterable[str]:
     commands = {
         "import torch": ["-c", "import torch"],
         "import torch, and all of balnorm": ["-c", "import torch; from balnorm import *"],
-        "balnorm --help": ["-m", "balnorm", "--help"],
+        "balnorm --help": ["-c", "import balnorm_command; balnorm_command.main()", "--help"],
         "balnorm train digits --help": ["-m", "balnorm", "train", "digits", "--help"],
     }
     functions = {

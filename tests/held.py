@@ -105,8 +105,8 @@ def _arrive(values):
 
 
 def main():
-    from balnorm.__main__ import main
     from balnorm.bench import cli
+    from balnorm_command import main
 
     hold_runs()
     cli.Resources = Resources

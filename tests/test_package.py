@@ -7,11 +7,13 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import balnorm
+import balnorm_command
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "balnorm"
@@ -74,7 +76,8 @@ OTHERS = {  # what a module may import besides the standard library and this pac
     "bench/profiling": {"torch"},
     "bench/export": {"torch"},
     "bench/study": {"jinja2", "matplotlib", "numpy", "ray", "rich", "torch"},
-    "bench/cli": {"torch", "tyro"},
+    "bench/cli": {"balnorm_command", "torch", "tyro"},
+    "__main__": {"balnorm_command"},
 }
 
 
@@ -167,6 +170,14 @@ def test_importing_the_library_imports_nothing_but_torch():
     assert modules <= {*output.split()}
     assert not [name for name in output.split() if name.startswith("balnorm.bench")]
     assert {name.split(".")[0] for name in output.split()} <= {"balnorm", *sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_general_help_needs_no_torch(option):
+    program = "import sys, balnorm_command; assert balnorm_command.main() == 0; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program, option], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (balnorm_command.USAGE if option == "--help" else f"balnorm {version('balnorm')}\n")
 
 
 def test_every_public_name_is_there_and_documented():

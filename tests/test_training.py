@@ -964,7 +964,7 @@ def test_a_run_that_is_to_say_nothing_says_nothing(tmp_path, monkeypatch, capfd)
         (["train", "--help"], 0, "imagenet-resnet50"),
         (["compare", "--help"], 0, "--seeds"),
         (["--version"], 0, f"balnorm {version('balnorm')}\n"),
-        (["train"], 2, "balnorm: which recipe? one of digits, "),
+        (["train"], 2, "balnorm: which recipe? as in `balnorm train digits`:\n  digits                scikit-learn's"),
         (
             ["train", "cifar10-wrn", "--epochs", "10", "--root", "x"],
             2,
@@ -1015,7 +1015,7 @@ def test_data_commands(tmp_path, capsys):
 
 
 def test_without_the_extra_the_command_says_what_to_install():
-    program = "import sys; sys.modules['tyro'] = None; from balnorm.__main__ import main; sys.exit(main())"
+    program = "import sys; sys.modules['tyro'] = None; from balnorm_command import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "balnorm: the command line needs tyro: pip install '.[bench]' in a clone of the repository\n"

@@ -43,38 +43,9 @@ from balnorm.bench.training.processes import processes
 from balnorm.bench.training.trainer import train
 from balnorm.bench.user_code import load_function
 from balnorm.diagnostics import balance_report
+from balnorm_command import USAGE
 
 __all__ = ["main"]
-
-_USAGE = """usage: balnorm COMMAND [options]
-
-  compare     train several normalisations over several seeds, and report
-  train       train one network
-  report      write figures, tables and a web page for a study, at any time
-  pack        write a study's finished runs as two files, to publish or archive
-  data        list, download and check data sets
-  bench       measure the speed and memory of normalisations on this machine
-  inspect     show how well balanced a trained network's layers are
-  fold        write a trained network as plain convolutions
-  completion  print a completion script for bash, zsh or fish
-
-Repeat a command to resume what was stopped. `balnorm COMMAND --help` shows options and examples, and
-`balnorm COMMAND RECIPE --help` the values of a recipe. `balnorm --version` shows the version.
-
-recipes:
-{recipes}
-
-examples:
-  balnorm compare digits --jobs 2                               a few minutes, nothing to download
-  balnorm compare cifar10-desk --norms balnorm batchnorm --seeds 5 --out studies/x --root data
-  balnorm compare experiment.py:train --norms balnorm batchnorm  a training function of your own
-  balnorm report studies/x
-  balnorm train digits --seed 3 --out runs/a                    half a minute
-  balnorm fold runs/a --out digits.onnx
-  balnorm data get cifar10 --root data                          162 MB; resumes broken downloads
-
-exit codes: 0 done, 1 failed, 2 a mistake in the command, 130 Ctrl-C
-"""
 
 _EXAMPLES = {
     "compare": """
@@ -290,13 +261,16 @@ def _dispatch(given: list[str]) -> int:
     if (longest := max(map(len, given), default=0)) > 10_000:  # messages would repeat it
         return _fail(f"an argument has {longest:,} characters: 10,000 are enough for any name or list", 2)
     if not given or given[0] in ("-h", "--help"):
-        return _usage(asked=bool(given))
+        print(USAGE, end="", file=sys.stdout if given else sys.stderr)
+        return 0 if given else 2
     name, *rest = given
     if name == "--version":
         print(f"balnorm {version('balnorm')}")
         return 0
     if name == "train" and not rest:
-        return _fail(f"which recipe? one of {', '.join(RECIPES)}, as in `balnorm train digits`", 2)
+        remark("which recipe? as in `balnorm train digits`:")
+        print(*(f"  {key:22}{_first_line(build.__doc__)}" for key, build in RECIPES.items()), sep="\n", file=sys.stderr)
+        return 2
     if name not in _COMMANDS:
         near = difflib.get_close_matches(name, _COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(_COMMANDS)}."
@@ -324,12 +298,6 @@ def _dispatch(given: list[str]) -> int:
         return int(stop.code or 0)
     except KeyboardInterrupt:
         return _fail("stopped: repeat the command to resume from what was saved", 130)
-
-
-def _usage(asked: bool) -> int:
-    recipes = "\n".join(f"  {name:22}{_first_line(build.__doc__)}" for name, build in RECIPES.items())
-    print(_USAGE.format(recipes=recipes), end="", file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
 
 
 def _parse(
