@@ -47,7 +47,7 @@ def balanced_conv(
     running_mass: Tensor | None,
     num_batches_tracked: Tensor | None,
 ) -> Tensor:
-    """``conv(input, w'') + bias - sum w'' mu``, balanced for the batch in training and for the running statistics else.
+    """``conv(input, w'') + bias - sum w'' mu``, balanced for the batch in training, else for the running statistics.
 
     Args:
         input: (N, C, *in) or (C, *in); (*, C) for a linear layer, which is a convolution over no axis.
@@ -55,8 +55,8 @@ def balanced_conv(
         gain: (D,) or ``None`` for ones.
         output_scale: a constant factor of the gain, with D elements or one; ``None`` for 1.
         geometry, options: how the kernel meets the input; how the weight is balanced.
-        training: use the statistics of this batch, and take them into the running ones. Without running statistics,
-            the batch is used in any case.
+        training: use the statistics of this batch, and add them to the running ones. Without running statistics,
+            evaluation uses the batch too.
         running_mean, running_mass, num_batches_tracked: the buffers, changed in place once the output is computed.
     """
     transformed = torch_transforms_the_program()
@@ -68,7 +68,7 @@ def balanced_conv(
     if x.dtype != setup.dtype:
         x = x.to(setup.dtype)
     if not transformed and x.is_neg():
-        x = x.resolve_neg()  # a view such as z.conj().imag, whose memory holds the negative values
+        x = x.resolve_neg()  # a view such as z.conj().imag, whose memory holds the negated values
 
     running = given = None
     if running_mass is not None:
@@ -78,7 +78,7 @@ def balanced_conv(
     differentiable = transformed or options.equalise or not (training or torch.is_grad_enabled())
     backend = backends.torch if differentiable else backends.choose(x, *tensors)
     if training and backend is backends.cpu:
-        check_memory(weight)  # it may be copied before C looks at the memory of all that it is given
+        check_memory(weight)  # it may be copied before C checks the memory of its arguments
     elif not transformed:
         check_memory(*tensors)
     if running is not None and not training:
@@ -92,10 +92,10 @@ def balanced_conv(
         running = None
     with without_autocast(autocast):
         if differentiable:
-            # The scale is copied for the same reason; a backend does so by itself.
+            # The scale is copied for the same reason; backends copy it themselves.
             scale = None if scale is None else scale.detach().clone()
             y, found = differentiable_conv(x, weight, bias, gain, scale, given, setup)
-            if running is not None:  # last of all: a call that is refused on the way has moved no average
+            if running is not None:  # last, so that a refused call has not moved the averages
                 backend.track(running, found, options.momentum)
         else:
             y = apply_function(_BalancedConv, x, weight, bias, gain, scale, given, running, setup, backend)
@@ -138,7 +138,7 @@ def input_statistics(
 ) -> Statistics:
     """The statistics of a batch of any shape that :func:`balanced_conv` takes.
 
-    ``exact`` is that of :func:`method.statistics`; ``alone`` sums over no other process, whatever the options say.
+    ``exact`` is that of :func:`method.statistics`; ``alone`` leaves out other processes, whatever the options say.
     """
     x, samples = _batched(input, geometry), _leading_samples(input, geometry, options.stats_fraction)
     among = None if alone else _peers(options)
@@ -148,7 +148,7 @@ def input_statistics(
 
 
 def _peers(options: Options) -> Peers:
-    """The group to sum statistics over, if they are to be summed and torch.distributed is in use."""
+    """The processes to sum statistics over, if the options ask for it and torch.distributed is initialised."""
     together = options.sync_stats and torch.distributed.is_available() and torch.distributed.is_initialized()
     return (options.process_group,) if together else None
 
@@ -185,15 +185,15 @@ class _BalancedConv(torch.autograd.Function):
         ctx.channels_last = matrix.channels_last
         mean, mass = given[:2] if given is not None else (None, None)
         ctx.save_for_backward(to_save(ctx, x), weight, gain, found.scale, mean, mass, *found.saved)
-        # Last of all: a call that is refused on the way has moved no average.
+        # Last, so that a refused call has not moved the averages.
         if running is not None and found.undo is None:
             backend.track(running, found.statistics, setup.options.momentum)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # create_graph=True: this gradient will itself be differentiated. Or is_grads_batched=True, which rules out the
-        # closed form's in-place work.
+        # With create_graph=True this gradient will itself be differentiated; is_grads_batched=True rules out work in
+        # place.
         differentiable = torch.is_grad_enabled() or is_batched_gradient(dy)
         autocast = autocast_device(dy)
         if autocast is None and not differentiable:
@@ -207,8 +207,8 @@ def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x = saved_input(ctx, x)
     setup, backend = ctx.setup, ctx.backend
     geometry = setup.geometry
-    # A hook on saved tensors may return the weight in another memory format, as torch's save_on_cpu can. What the
-    # forward pass saved beside it has the order that the weight had then.
+    # A hook on saved tensors may return the weight in another memory format, as torch's save_on_cpu can. The
+    # other tensors that the forward pass saved have the order that the weight had then.
     matrix = WeightMatrix.of(weight, geometry, ctx.channels_last)
     needs_x, needs_weight, needs_bias, needs_gain = ctx.needs_input_grad[:4]
     needs_g = needs_weight or needs_gain or (needs_x and setup.takes_statistics)
@@ -233,7 +233,7 @@ def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """The same gradient, by differentiating the differentiable form: so it can be differentiated itself."""
+    """The same gradient, which can itself be differentiated: that of the differentiable form."""
     create_graph = torch.is_grad_enabled()
     x, weight, gain, scale, mean, mass, *saved = ctx.saved_tensors
     if ctx.backend is backends.cpu:
@@ -242,8 +242,8 @@ def _differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_weight, needs_bias, needs_gain = ctx.needs_input_grad[:4]
     with torch.enable_grad():
         x = saved_input(ctx, x)
-        # Not view_as: it changes the strides of a single sample in channels_last, with which torch's grouped
-        # convolutions go wrong.
+        # Not view_as: it changes the strides of a single sample in channels_last, for which torch's grouped
+        # convolutions give wrong results.
         views: list[Any] = [None if tensor is None else tensor[...] for tensor in (x, weight, gain)]
         x, weight, gain = views
         y, _ = differentiable_conv(x, weight, None, gain, scale, given, ctx.setup)
@@ -268,7 +268,7 @@ def _batched(input: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _leading_samples(input: Tensor, geometry: Geometry, fraction: float) -> int:
-    """How many leading samples of the batch that :func:`_batched` makes of ``input`` the statistics are to count."""
+    """How many leading samples the statistics count, in the batch that :func:`_batched` makes of ``input``."""
     axes = len(geometry.kernel)
     if input.dim() == axes + 1:
         return 1
@@ -277,7 +277,7 @@ def _leading_samples(input: Tensor, geometry: Geometry, fraction: float) -> int:
 
 
 _setups: dict[Any, Setup] = {}
-_MOST_SETUPS = 1000  # images of ever new sizes
+_MOST_SETUPS = 1000  # a limit for images of ever-changing sizes
 
 
 def _setup_of(
@@ -295,7 +295,7 @@ def _setup_of(
     lowered: torch.dtype | None,
     transformed: bool,
 ) -> Setup:
-    """Everything about a call but its tensors, from shapes, strides and types: worked out once for all that agree."""
+    """Everything about a call but its tensors, from shapes, strides and types: derived once for all that agree."""
     key = None
     if not transformed and not options.sync_stats and type(input) in ORDINARY:
         key = (
@@ -330,7 +330,7 @@ def _setup_of(
             raise ValueError(f"num_batches_tracked must be one number, got shape {tuple(num_batches_tracked.shape)}")
     dtype = weight.dtype
     if lowered is not None and input.is_floating_point() and input.dtype != torch.float64:
-        dtype = lowered  # as in torch's own layers the convolution runs in it; statistics and balance do not
+        dtype = lowered  # for the convolution, as in torch's own layers; statistics and balance keep their precision
     elif input.dtype != dtype:
         raise RuntimeError(f"the input is {input.dtype} and the weight {dtype}: convert one, or use torch.autocast")
     found = Setup(
@@ -359,7 +359,7 @@ def _check_shapes(
     output_scale: Tensor | None,
     geometry: Geometry,
 ) -> tuple[int, int]:
-    """Refuse what does not fit together; return the numbers of output and input channels."""
+    """Refuse tensors that do not fit together; return the numbers of output and input channels."""
     axes = len(geometry.kernel)
     if not weight.is_floating_point():
         raise TypeError(f"a weight must have floating-point numbers to be balanced, got {weight.dtype}")
@@ -391,7 +391,7 @@ def _check_shapes(
 def autocast_device(tensor: Tensor) -> str | None:
     """The device type of this tensor if autocast is on for it, else ``None``."""
     device = "cpu" if tensor.is_cpu else tensor.device.type  # the first costs a tenth of the second
-    # Those two have it, and torch 2.4 cannot compile the question.
+    # These two have autocast, and torch 2.4 cannot compile the other question.
     known = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
     if known and torch.is_autocast_enabled(device):
         return device
@@ -399,7 +399,7 @@ def autocast_device(tensor: Tensor) -> str | None:
 
 
 def without_autocast(device: str | None) -> contextlib.AbstractContextManager[object]:
-    """A context in which autocast, if it is on for this device, lowers no precision."""
+    """A context that turns autocast off for this device; ``None`` changes nothing."""
     return _NOTHING if device is None else torch.autocast(device, enabled=False)
 
 

@@ -28,7 +28,7 @@ class Geometry(NamedTuple):
     transposed: bool
     output_padding: tuple[int, ...]
     pads_beforehand: bool
-    """Whether the padding is a step of its own, because torch's convolution cannot do it."""
+    """Whether padding is a separate step, because torch's convolution does not support it."""
     is_pointwise: bool
     """Whether every weight multiplies every input of its channel: a 1x1 kernel, no stride and no padding."""
     padding_before: tuple[int, ...]
@@ -72,10 +72,10 @@ class Geometry(NamedTuple):
         return (1, inputs, *(self.kernel if kind == "position" else (1,) * len(self.kernel)))
 
     def divisor(self, size: Sequence[int], kind: MassKind) -> int:
-        """What each sample adds to the divisor of the sums: its output elements; for ``channel``, times the stride.
+        """How much each sample adds to the divisor of the sums: its output elements; for ``channel``, times the stride.
 
-        A tap meets one input in as many as the stride has steps; a tap of a transposed convolution meets every input.
-        So summed over the batch, this is the paper's r.
+        With stride s a tap meets one input in s along each axis; in a transposed convolution it meets every input. So
+        summed over the batch, this is the paper's r.
         """
         sizes = self.output_size(size)
         if not torch_transforms_the_program() and any(n < 0 for n in sizes):
@@ -87,8 +87,8 @@ class Geometry(NamedTuple):
 
         Its outer taps then meet little but zeros, and the few taps that meet anything would carry the whole output.
         Networks do not train that way, so :meth:`gather` shares the image evenly among the taps. The image is the input
-        (here of size ``size``), and for a transposed convolution the output; padding that repeats the image is more of
-        it, not zeros.
+        (here of size ``size``), and for a transposed convolution the output; padding that repeats the image adds no
+        zeros.
         """
         image = self.output_size(size) if self.transposed else size
         sides = zip(image, self.kernel, self.dilation, strict=True)
@@ -97,7 +97,7 @@ class Geometry(NamedTuple):
     def gather(self, field: Tensor, *, exact: bool = False) -> Tensor:
         """For each tap of the kernel, the sum of the inputs that it multiplies: (1, C, *in) to (1, C, *kernel).
 
-        Where the kernel :meth:`exceeds` the image, each tap gets the same part of the whole channel, unless ``exact``.
+        If the kernel :meth:`exceeds` the image, each tap gets the same part of the whole channel, unless ``exact``.
         """
         if not exact and self.exceeds(field.shape[2:]):
             return (over_space(field) / self._steps).expand(*field.shape[:2], *self.kernel)
@@ -107,7 +107,7 @@ class Geometry(NamedTuple):
         if not torch_transforms_the_program() and max(field.shape[2:]) > 4096 and field.device.type != "mps":
             field = field.double()  # in a long sum, float32 loses more than rounding error
         for meetings in self._meetings(field.shape[2:], field):
-            field = field.movedim(2, -1) @ meetings.mT  # the first spatial axis goes, an axis of the kernel comes last
+            field = field.movedim(2, -1) @ meetings.mT  # contracts the first spatial axis, appends one of the kernel
         return field.to(dtype)
 
     def scatter(self, taps: Tensor, size: Sequence[int]) -> Tensor:
@@ -157,7 +157,7 @@ class Geometry(NamedTuple):
     def convolve_backward(
         self, dy: Tensor, x: Tensor, weight: Tensor, needs: list[bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of input, weight and bias; ``None`` where not needed, whatever torch returns there."""
+        """The gradients of input, weight and bias; ``None`` if not needed, even if torch returns something."""
         if self.pads_beforehand:
             dx, dweight, dbias = self.padded().convolve_backward(dy, self.pad(x), weight, needs)
             return None if dx is None else self.pad_adjoint(dx, x.shape[2:]), dweight, dbias

@@ -1,9 +1,9 @@
-"""Functions of which less is kept for the backward pass: activations, and products with a gate.
+"""Activations, and products with a gate, that keep less for the backward pass.
 
 An activation such as SiLU keeps its input z for its own gradient, and the convolution after it keeps its output y. But
-y is one elementwise pass over z. So a function here marks its node in the autograd graph: the output can be made again
-from what the node keeps. A balanced layer that gets such a tensor saves nothing of it. Its backward pass follows the
-graph to the node, which torch runs later, and remakes the tensor there.
+y is one elementwise pass over z. So a function here marks its node in the autograd graph: the output can be remade from
+the tensors that the node keeps. A balanced layer that gets such an output does not save it. Its backward pass follows
+the graph to the node, which torch runs later, and remakes the output there.
 
 Nothing is attached to tensors and nothing refers back, so memory lives as long as the graph needs it, and hooks on
 saved tensors (offloading, checkpointing) see z once. The mark holds the version and the address of the output, so a
@@ -32,14 +32,14 @@ class Rule(NamedTuple):
     forward: Any
     """An operator with the overloads ``default`` and ``out``."""
     backward: Callable[..., Tensor]
-    """From the gradient of the output, and what is kept."""
+    """A function of the output's gradient and the tensor that is kept."""
     arguments: Mapping[str, Any] = {}
     keeps_output: bool = False
-    """Whether the gradient comes from the output."""
+    """Whether the tensor that is kept is the output, not the input."""
 
 
 def takes(input: Tensor, inplace: bool = False) -> bool:
-    """Whether there is something to be saved: elsewhere, torch's own function does the work."""
+    """Whether there is anything to save. If not, call torch's own function."""
     return (
         not torch_transforms_the_program()
         and torch.is_grad_enabled()
@@ -51,7 +51,7 @@ def takes(input: Tensor, inplace: bool = False) -> bool:
 
 
 def activate(input: Tensor, rule: Rule, inplace: bool) -> Tensor:
-    """The activation of an input that :func:`takes` accepts."""
+    """Apply the activation to an input that :func:`takes` accepts."""
     z = input.clone() if inplace and not rule.keeps_output else input  # in place, torch's own keep a copy too
     y = apply_function(_Activation, z, input if inplace else None, rule)
     if not rule.keeps_output:
@@ -60,7 +60,7 @@ def activate(input: Tensor, rule: Rule, inplace: bool) -> Tensor:
 
 
 def multiply(input: Tensor, gate: Tensor) -> Tensor:
-    """``input * gate``. It keeps the gate, and the input only if that cannot be remade; its output can be."""
+    """``input * gate``. Keeps the gate, and the input only if it cannot be remade. The output can be."""
     if (
         not takes(gate)
         or type(input) is not Tensor
@@ -75,7 +75,7 @@ def multiply(input: Tensor, gate: Tensor) -> Tensor:
 
 
 def to_save(ctx: Any, x: Tensor) -> Tensor | None:
-    """What a function saves of ``x``, its first input: nothing, if that can be remade."""
+    """The tensor that a function saves for ``x``, its first input: ``None`` if ``x`` can be remade."""
     mark = getattr(x.grad_fn, "remade_output", None)
     if mark is None or mark != _mark(x):
         return x
@@ -84,13 +84,13 @@ def to_save(ctx: Any, x: Tensor) -> Tensor | None:
 
 
 def saved_input(ctx: Any, saved: Tensor | None) -> Tensor:
-    """The first input of a function, from what it saved of it, in its backward pass."""
+    """The first input of a function in its backward pass: the tensor that it saved, or remade."""
     if saved is not None:
         return saved
     node = ctx.next_functions[0][0]
     x: Tensor | None = ctx.first_input()
     if x is not None and node.remade_output == _mark(x):
-        return x  # someone holds it, who may ask for second derivatives with respect to it
+        return x  # it still has an owner, who may ask for second derivatives with respect to it
     return cast(Tensor, node.remake(node))
 
 
@@ -99,7 +99,7 @@ def _mark(output: Tensor) -> tuple[int, int]:
 
 
 def _kept(node: Any) -> tuple[Tensor, ...]:
-    """What a node saved, for itself and for others: checkpointing hands it out only once in a backward pass."""
+    """The tensors that a node saved, unpacked once in a backward pass: checkpointing allows no second time."""
     now = current_backward()
     before, kept = getattr(node, "kept", (None, ()))
     if before != now:

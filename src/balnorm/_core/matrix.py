@@ -1,4 +1,4 @@
-"""A weight as a matrix with a row for each output kernel: what the method's sums run over."""
+"""A weight as a matrix with a row for each output kernel, over which the method sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WeightMatrix(NamedTuple):
     """A weight as output kernels (D, C / groups, *kernel), dense in memory and in at least float32.
 
     Its rows are these kernels in the order of memory, a matrix (D, n), or (groups, D / groups, n) where there is more
-    than one group. So nothing is moved for a weight in channels_last format. Statistics become rows in the same order.
+    than one group. So a weight in channels_last format is not copied. Statistics become rows in the same order.
     """
 
     values: Tensor
@@ -73,7 +73,7 @@ class WeightMatrix(NamedTuple):
         return like_weight(from_by_output(grouped, True), like)
 
     def row(self, mass: Tensor) -> Tensor:
-        """Statistics (1, C, ...), as a row for each group that goes with the rows of the weight."""
+        """Statistics (1, C, ...), as a row for each group, in the order of the weight's rows."""
         inputs, taps = self._inputs_and_taps()
         groups = () if self.groups == 1 else (self.groups,)
         by_tap = mass.reshape(*groups, inputs, math.prod(mass.shape[2:])).expand(*groups, inputs, taps)
@@ -94,7 +94,7 @@ class WeightMatrix(NamedTuple):
 
 
 def same_order(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors of one shape lie in memory alike: the stride of an axis with one element does not matter."""
+    """Whether tensors of one shape have the same layout; the stride of an axis with one element does not matter."""
     return all(n <= 1 or i == j for n, i, j in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 

@@ -1,4 +1,4 @@
-r"""The method in plain torch: the statistics of the input, the balance of the weight, and the gradient of both.
+r"""The method in torch operations: the statistics of the input, the balance of the weight, and the gradient of both.
 
 With sums over all but the output channel, an input x, a weight w, and I = [w' > 0] in two passes, [w > 0] in one:
 
@@ -20,9 +20,9 @@ s = sum K v:
 
 Then dx is that of the convolution plus the adjoint of the statistics: (dmu + da sgn x) / r, with sgn 0 = 1.
 
-:func:`statistics` and :func:`balance` are differentiable as they stand. They serve wherever torch transforms the
-program (compilation, export, ``torch.func``), for second derivatives, and for folding. Eager training computes the
-formulas above, on a matrix with a row for each output kernel: :func:`measure`, :func:`effective_rows` and
+:func:`statistics` and :func:`balance` are differentiable as they stand. They are used when torch transforms the program
+(compilation, export, ``torch.func``), for second derivatives, and for folding. Eager training computes the formulas
+above, on a matrix with a row for each output kernel: :func:`measure`, :func:`effective_rows` and
 :func:`gradient_rows`.
 """
 
@@ -66,9 +66,9 @@ __all__ = [
 ]
 
 FLOOR = 1e-3
-"""The smallest divisor of w'', as a part of the mean over the layer's groups."""
+"""The smallest divisor of w'', as a fraction of the mean over the layer's groups."""
 FAINT = 0.1
-"""The smallest mass that :func:`equaliser` evens out, as a part of the mean over the input channels."""
+"""The smallest mass that :func:`equaliser` evens out, as a fraction of the mean over the input channels."""
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ FAINT = 0.1
 
 
 class Statistics(NamedTuple):
-    """What a tap meets of an input per output element: (1, C, 1, ..., 1) by channel, (1, C, *kernel) by position."""
+    """Mean and mass that a tap meets per output element: (1, C, 1, ..., 1) by channel, (1, C, *kernel) by position."""
 
     mean: Tensor
     mass: Tensor
@@ -97,8 +97,8 @@ def statistics(
 ) -> Statistics:
     """The statistics of the leading ``samples`` of a batch ``x`` (N, C, *in), differentiably.
 
-    ``exact`` counts by position even where the kernel :meth:`~Geometry.exceeds` the image. Weights are never balanced
-    for that. Without samples the statistics are NaN.
+    ``exact`` counts by position even if the kernel :meth:`~Geometry.exceeds` the image; no weight is balanced for such
+    statistics. Without samples the statistics are NaN.
     """
     counted = x if samples == x.shape[0] else x[:samples]
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -137,7 +137,7 @@ def batch_statistics(
         counted = (x[:samples].to(dtype) - centre).abs_()
         absolute = counted.sum(0, keepdim=True)
     else:
-        # Not the norm: without negative inputs, mean and mass have to be the same to the last bit.
+        # Not torch.norm: without negative inputs, mean and mass must agree to the last bit.
         absolute = sums - 2 * image(counted.clamp(max=0).sum(0, keepdim=True, dtype=dtype))
     return _per_output(sums, absolute, centre, samples, geometry, kind, among, False)
 
@@ -152,7 +152,7 @@ def _per_output(
     among: Peers,
     exact: bool,
 ) -> Statistics:
-    """From sums over samples, (1, C, *in), to what a tap meets per output element."""
+    """Turn sums over samples, (1, C, *in), into what a tap meets per output element."""
     size = sums.shape[2:]
     fields = (sums, absolute)
     mean, mass = (geometry.gather(f, exact=exact) if kind == "position" else over_space(f) for f in fields)
@@ -186,8 +186,8 @@ def add_statistics_gradient(
 ) -> None:
     """Add the adjoint of :func:`statistics` to the gradient of its ``x``, in place.
 
-    ``gradient`` holds the gradients of mean and mass, and the centre itself. Over several processes, each hands on the
-    sum of all their gradients, because its samples are part of everybody's statistics.
+    ``gradient`` holds the gradients of mean and mass, and the centre itself. With several processes, each
+    uses the sum of all their gradients, because its samples are part of everyone's statistics.
     """
     dmean, dmass, centre = gradient
     size = x.shape[2:]
@@ -207,7 +207,7 @@ def add_statistics_gradient(
         dx[:samples] += torch.where(counted < 0, dmean - dmass, dmean + dmass)
         return
     through_mass = torch.where(counted.to(centre.dtype) - centre < 0, -dmass, dmass)
-    # The centre moves with every sample: what comes back through it is the mean, the same for all.
+    # Every sample moves the centre, so the gradient through the centre is the mean, the same for all.
     mean = _centre(through_mass.sum(0, keepdim=True), samples, among)
     dx[:samples] += through_mass + (dmean - mean)
 
@@ -276,7 +276,7 @@ def _inverse(value: Tensor, present: Tensor) -> Tensor:
 
 
 def saturate(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert to ``dtype``; what float16 cannot hold becomes its largest number, not infinity."""
+    """Convert to ``dtype``; values that float16 cannot hold become its largest number, not infinity."""
     if tensor.dtype == dtype:
         return tensor
     if dtype == torch.float16:
@@ -286,12 +286,12 @@ def saturate(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def effective_bias(bias: Tensor | None, offset: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the convolution adds: the bias less the offset sum w'' mu, which the mean of the input would add."""
+    """The bias that the convolution adds: less sum w'' mu, the offset that the mean of the input would cause."""
     return saturate(-offset if bias is None else bias.to(offset.dtype) - offset, dtype)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Balance, as plain differentiable operations
+# Balance, in differentiable operations
 # --------------------------------------------------------------------------------------------------------------------
 
 
@@ -301,7 +301,7 @@ class _Balance(NamedTuple):
     direction: Tensor
     """v, in its own unit."""
     factor: Tensor
-    """What makes w'' of it, but for the gain; 0 where there is nothing to balance."""
+    """Turns it into w'' (without the gain); 0 where there is nothing to balance."""
     present: Tensor
     """Whether the group has a mass."""
     divisor: Tensor
@@ -318,8 +318,8 @@ def _balance(
     row = tuple(range(2, w.dim()))  # all axes of an output kernel
     terms = math.prod(w.shape[2:])
 
-    # w'' does not change with the size of w, and is inverse to the size of m. So both are measured in units of their
-    # own, which are constants: nothing overflows, here or in the gradient, whatever the size of inputs and weights.
+    # w'' does not change with the size of w, and is inverse to the size of m. So each is divided by a
+    # constant of its size: nothing overflows, here or in the gradient, however large inputs and weights are.
     total = m.detach().sum(row, keepdim=True)
     size = m.detach().abs()
     if mean is not None:
@@ -380,8 +380,8 @@ def balance(
     if mean is None:
         offset = effective.new_zeros(outputs.numel())
     else:
-        # Where weights are shifted, sum w'' a = 0. So the mass can be subtracted, which makes the paper's case exact. A
-        # mean that is not finite must not make a NaN of the zero beside it.
+        # With the shift, sum w'' a = 0. So the mass can be subtracted, which makes the paper's case exact. A mean that
+        # is not finite must not turn the zero beside it into a NaN.
         level = mean.to(effective.dtype) - mass.to(effective.dtype) if shift else mean.to(effective.dtype)
         met = torch.where(balanced.present, _by_group(level, effective), 0.0)
         offset = (effective * met).flatten(2).sum(2).flatten()
@@ -411,7 +411,7 @@ def contribution(
 
 
 def like_weight(kernels: Tensor, weight: Tensor) -> Tensor:
-    """``kernels`` in the memory format of ``weight``, by which torch chooses that of a convolution's output."""
+    """``kernels`` in the memory format of ``weight``, from which torch chooses the format of a convolution's output."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = formats.get(weight.dim())
     if last is None or weight.is_contiguous() or not weight.is_contiguous(memory_format=last):
@@ -420,7 +420,7 @@ def like_weight(kernels: Tensor, weight: Tensor) -> Tensor:
 
 
 def _by_group(values: Tensor, w: Tensor) -> Tensor:
-    """Statistics (1, C, ...) as they broadcast over a weight (groups, D / groups, C / groups, *kernel)."""
+    """Statistics (1, C, ...), expanded to a weight (groups, D / groups, C / groups, *kernel)."""
     groups, _, inputs, *kernel = w.shape
     return values.view(groups, 1, inputs, *values.shape[2:]).expand(-1, -1, -1, *kernel)
 
@@ -431,12 +431,12 @@ def _by_group(values: Tensor, w: Tensor) -> Tensor:
 
 
 class Rows(NamedTuple):
-    """What the backward pass needs of the balance, apart from the weight. A column has a value for each row."""
+    """The parts of the balance that the backward pass needs, besides the weight. A column has a value for each row."""
 
     share: Tensor
     """Row of p; 0 where there is no mass."""
     met: Tensor
-    """Row of mu, with the shift of mu - a (where sum w'' a = 0); 0 where there is no mass."""
+    """Row of mu; with the shift, of mu - a (because sum w'' a = 0); 0 where there is no mass."""
     inverse_total: Tensor
     """1 / M; 0 where there is no mass."""
     inverse_divisor: Tensor
@@ -449,7 +449,7 @@ class Rows(NamedTuple):
     """Column of 1 / c; 0 where there is nothing to balance."""
 
     def v(self, w: Tensor) -> Tensor:
-        """The matrix v, in memory of its own."""
+        """The matrix v, newly allocated."""
         return torch.sub(w, self.mean).mul_(self.inverse_contribution)
 
 
@@ -474,7 +474,7 @@ def measure(w: Tensor, mu: Tensor, a: Tensor, one_pass: bool, shift: bool) -> Ro
 
     if not shift:
         mean = torch.zeros_like(mean)
-        positive = mean  # of no use without the shift
+        positive = mean  # not used without the shift
         c = weighted_sum(torch.abs(w, out=scratch)).mul_(0.5)
     elif one_pass:
         positive = weighted_sum(torch.gt(w, 0, out=scratch))
@@ -524,7 +524,7 @@ def gradient_rows(
     gradient.mul_(rows.inverse_divisor * g).addcmul_(q, rows.share, value=-1.0).mul_(rows.inverse_contribution)
     dmass = q.mul_(v).sum(-2, keepdim=True).mul_(-rows.inverse_total)
     if w.dim() == 3:
-        # Where the divisor is the floor, M has no part in it, and the masses of all groups have.
+        # A floored divisor depends on the masses of all groups, not on M.
         floored = rows.inverse_divisor < rows.inverse_total
         total = torch.where(floored, u.sum(-2, keepdim=True), 0.0)
         dmass = torch.where(floored, 0.0, dmass) if lone else dmass + total * rows.inverse_total

@@ -31,7 +31,7 @@ class Options:
 
     mass: MassKind = "channel"
     """Sum each input channel as a whole (``"channel"``, the paper), or count for each tap of the kernel exactly the
-    inputs that it meets (``"position"``), which stays exact under zero padding, stride and dilation. Where a
+    inputs that it meets (``"position"``), which stays exact under zero padding, stride and dilation. If a
     zero-padded image (of a transposed convolution: the output) is smaller than the kernel, ``"position"`` spreads the
     inputs evenly over the taps, as ``"channel"`` does."""
     one_pass: bool = True
@@ -42,18 +42,18 @@ class Options:
     regularises."""
     shift: bool | Literal["auto"] = "auto"
     """Subtract the weighted mean from every output kernel, as the paper does. It takes one degree of freedom from the
-    kernel, so ``"auto"`` leaves it out where an output kernel has a single input channel (depthwise layers)."""
+    kernel, so ``"auto"`` leaves it out if an output kernel has a single input channel (depthwise layers)."""
     centred: bool = False
     """Take the mass of ``|x - mean|`` in place of ``|x|``: for inputs that do not come from a ReLU. It reads the input
     twice."""
     equalise: bool = False
     """Give every input channel the same say: multiply its weights by q = mean(a) / max(a, 0.1 mean(a)), the mean taken
-    over the channels, and balance for the mass a q. On trial: it runs in plain differentiable operations only, which
-    are slower and keep more for the backward pass."""
+    over the channels, and balance for the mass a q. On trial: it runs in differentiable operations only, which are
+    slower and keep more for the backward pass."""
     momentum: float | None = 0.1
     """Weight of the newest batch in the running statistics; ``None`` is the simple average of all batches."""
     sync_stats: bool = False
-    """In training, sum the statistics over all processes, where :mod:`torch.distributed` is initialised."""
+    """In training, sum the statistics over all processes, if :mod:`torch.distributed` is initialised."""
     process_group: ProcessGroup | None = None
     """The processes to sum over; ``None`` is all of them."""
 
@@ -86,15 +86,15 @@ class Options:
 
 @dataclass(frozen=True)
 class LayerOptions(Options):
-    """The options of a layer: those of the balance, and those of its own state."""
+    """The options of a layer: those of the balance, and those of the layer's state."""
 
     output_scale: float | Literal["unit_variance"] = "unit_variance"
     """A constant factor of the output: ``"unit_variance"`` gives outputs of variance 1 for rectified Gaussian inputs;
     1.0 is the literal reading of the paper."""
     affine: bool = True
-    """Whether the gain is learned. If not, it stays at 1. (The bias has an argument of its own.)"""
+    """Whether the gain is learned. If not, it stays at 1. (The bias has its own argument.)"""
     track_running_stats: bool = True
-    """Whether there are running statistics. If not, eval mode uses the batch too."""
+    """Whether to keep running statistics. Without them, eval mode uses the batch too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,7 +127,7 @@ class LayerKeywords(OptionKeywords, total=False):
 
 
 class ConstructorKeywords(LayerKeywords, total=False):
-    """What ``from_conv`` and ``from_linear`` pass on to the constructor."""
+    """The keywords that ``from_conv`` and ``from_linear`` pass on to the constructor."""
 
     bias: bool
     device: torch.device | str | int | None

@@ -1,7 +1,7 @@
-"""What computes the closed form, and for which tensors.
+"""The choice of the module that computes the closed form for some tensors.
 
-A backend is a module with the functions of :mod:`balnorm._core.backends.torch`, which is the backend for everything
-that no other one takes.
+A backend is a module with the functions of :mod:`balnorm._core.backends.torch`. That one takes all tensors that no
+other backend takes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The closed form in torch operations: for every device, and for whatever another backend leaves to it.
+"""The closed form in torch operations: for every device, and for the calls that other backends pass on.
 
-These functions are the contract. Another backend has functions of the same names, and may hand any call on to these.
+These functions are the contract: another backend has functions of the same names, and may pass any call on to these.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 ORDINARY = (Tensor, nn.Parameter)
-"""The types of tensors that a kernel may read: torch's own. A subclass may have no memory of its own."""
+"""The types of tensors that a kernel may read: torch's own. A subclass may have no memory."""
 
 
 class Running(NamedTuple):
@@ -55,12 +55,12 @@ class Setup:
     """How many leading samples of the batch the statistics are taken from."""
     among: Peers
     takes_statistics: bool
-    """Whether the weight is balanced for the statistics of this batch, which then hand a gradient on to it."""
+    """Whether the weight is balanced for the statistics of this batch, through which a gradient then flows to it."""
     outputs: int
     dtype: torch.dtype
     """The precision of the convolution."""
     prepared: dict[Any, Any] = field(default_factory=dict)
-    """What a backend has worked out for it, under keys of its own."""
+    """What a backend has prepared for these calls, under keys of its choice."""
 
 
 class Forward(NamedTuple):
@@ -73,11 +73,11 @@ class Forward(NamedTuple):
     scale: Tensor | None
     """A copy of the scale, unless it is in ``saved``: the buffer may have changed before backward, as by DDP."""
     statistics: Any
-    """What :func:`track` needs of them."""
+    """The statistics, in the form that :func:`track` takes."""
     saved: tuple[Tensor, ...]
-    """What the other two functions need of it."""
+    """Tensors for :func:`effective` and :func:`backward`."""
     undo: Callable[[], None] | None = None
-    """If the batch is in the moving averages already: what takes it out, should the convolution be refused."""
+    """Takes the batch out of the moving averages if the convolution fails; ``None`` if it is not in them yet."""
 
 
 def forward(
@@ -92,8 +92,8 @@ def forward(
 ) -> Forward:
     """The effective weight and bias for the statistics of ``x``, or for given ones.
 
-    ``running`` are the averages that the batch is to enter. A backend that can do it on the way may do so, and says how
-    to undo it; otherwise :func:`track` is called once the output is computed.
+    ``running`` are the averages to update. A backend may update them here and return how to undo that; otherwise
+    :func:`track` is called once the output is computed.
     """
     found = batch_statistics(x, setup) if given is None else given
     w = matrix.rows(matrix.values)
@@ -133,8 +133,8 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the weight, as kernels, and of the gain, from dL/dw'', which it may overwrite, and t.
 
-    dL/dw'' has the shape of the weight, and the precision and memory format that the convolution gave it. What comes
-    back through the statistics is added to ``dx``.
+    dL/dw'' has the shape of the weight, and the precision and memory format that the convolution gave it. The
+    gradient through the statistics is added to ``dx``.
     """
     gradient = matrix.like(gradient)
     rows, w = Rows(*saved[:7]), matrix.rows(matrix.values)
