@@ -431,10 +431,10 @@ class NamedConv(nn.Conv2d):
 
 UNATTRIBUTABLE = {
     "a convolution called twice, with two norms": (shared_convolution, "called more than once"),
-    "an output that is used twice": (also_used_elsewhere, "the output of conv goes elsewhere too"),
+    "an output that is used twice": (also_used_elsewhere, "the output of conv is used elsewhere too"),
     "an output that is written to": (
         written_in_between,
-        ("the output of conv goes elsewhere too", "it follows relu()"),  # traced, and seen in a run
+        ("the output of conv is used elsewhere too", "it follows relu()"),  # traced, and seen in a run
     ),
     "a weight that is used as such": (used_as_a_function, "it follows conv"),
     "a hook": (with_a_hook, "it has hooks, which would be lost"),

@@ -2,7 +2,7 @@
 
 >>> import torch
 >>> from balnorm import BalNormConv2d
->>> layer = BalNormConv2d(3, 16, kernel_size=3, padding=1)  # in the place of Conv2d and BatchNorm2d
+>>> layer = BalNormConv2d(3, 16, kernel_size=3, padding=1)  # replaces Conv2d and BatchNorm2d
 >>> layer(torch.rand(8, 3, 32, 32)).shape
 torch.Size([8, 16, 32, 32])
 """

@@ -1,4 +1,4 @@
-"""Warnings about how balanced layers are used. Each layer gives each of them once, and some a whole model."""
+"""Warnings about how balanced layers are used. Each layer gives each of them once; some come once for a model."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ def warn(layer: BalNormLayer, message: str, name: str | None = None) -> None:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor has values to look at: not on the meta device, not of a subclass, not without its memory."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
-    return plain and bool(tensor.untyped_storage().nbytes() or not tensor.numel())
+    """Whether a tensor's values can be read: it is no subclass, is not on the meta device and still has its memory."""
+    ordinary = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+    return ordinary and bool(tensor.untyped_storage().nbytes() or not tensor.numel())
 
 
 def has_no_statistics(layer: BalNormLayer) -> bool:
     """Whether no batch has reached the running statistics. Reads values, so it waits for the device.
 
-    The counter alone does not tell: averages of weights leave it at 0 and average the statistics themselves.
+    The counter is not enough: averaging of weights (EMA) leaves it at 0 and averages the statistics.
     """
     counter, mass = layer.num_batches_tracked, layer.running_mass
     if counter is None or mass is None or not is_readable(counter) or not is_readable(mass):
@@ -90,8 +90,8 @@ def has_no_statistics(layer: BalNormLayer) -> bool:
 
 
 def look_for_statistics(layer: BalNormLayer, input: Tensor) -> None:
-    """Warn at the first evaluation, where waiting for the device costs little, if there are no statistics."""
-    if getattr(layer, "_is_replica", False):  # of nn.DataParallel: new at every step, it would look for ever
+    """Warn if there are no statistics. Looks only at the first evaluation, because it waits for the device."""
+    if getattr(layer, "_is_replica", False):  # nn.DataParallel makes them for every step: each would look again
         return
     if torch_transforms_the_program() or is_watched() or not is_readable(input) or not is_readable(layer.weight):
         return
@@ -103,7 +103,7 @@ def look_for_statistics(layer: BalNormLayer, input: Tensor) -> None:
 
 
 def warn_of_missing_statistics(model: nn.Module, layer: BalNormLayer | None = None) -> None:
-    """Warn once of all layers of a model that have no statistics, as ``layer`` has none, unless they warned before."""
+    """Warn once for all layers of a model without statistics (``layer`` is one), unless they have warned before."""
     layers: dict[str, BalNormLayer] = {
         name: cast("BalNormLayer", module)
         for name, module in model.named_modules()
@@ -124,7 +124,7 @@ def warn_of_missing_statistics(model: nn.Module, layer: BalNormLayer | None = No
 
 
 def _called_from_outside(layer: BalNormLayer) -> nn.Module:
-    """The module whose call led to that of a layer: Python's stack knows it, and no layer knows its model."""
+    """The module whose call led to that of a layer, from Python's stack: a layer does not know its model."""
     outermost: nn.Module = layer
     frame = inspect.currentframe()
     while frame is not None:
@@ -140,7 +140,7 @@ def refuse_quantised(layer: BalNormLayer, weight: object) -> None:
 
 
 def refuse_successor(layer: BalNormLayer, module: object) -> None:
-    """Refuse a module that is about to take the place of a layer, if it would compute with the raw weight."""
+    """Refuse a module that is about to replace a layer, if it would compute with the raw weight."""
     if _is_of_torchao(module):
         raise TypeError(
             f"a {type(module).__name__} of torchao cannot replace a {type(layer).__name__}, because it would use the "
@@ -159,7 +159,7 @@ def compare_forms(
     forms = zip(allowed.items(), loaded, own, strict=True)
     differences = {option: (values, there, here) for (option, values), there, here in forms if there != here}
     if "shift" in differences:
-        differences.pop("one_pass", None)  # which has no meaning without the shift
+        differences.pop("one_pass", None)  # which means nothing without the shift
     for option, (values, there, here) in differences.items():
         was = repr(values[there]) if 0 <= there < len(values) else f"unknown ({there})"
         message = f"{{}} has {option}={values[here]!r}, and the loaded state was trained with {option}={was}"

@@ -1,17 +1,17 @@
-"""Activations that keep one tensor for the backward pass, where torch's own and the layer after them keep two.
+"""Activations that, with the layer after them, keep one tensor for the backward pass; torch's keep two.
 
 ReLU keeps its output, which the next convolution keeps anyway. torch's other activations keep their input, so a network
-of SiLUs needs twice the activation memory of one of ReLUs. The modules and functions here have the names, arguments and
-values of torch's. Where a balanced layer follows, only one tensor stays:
+of SiLUs needs twice the activation memory of one of ReLUs. The modules and functions here have torch's names and
+arguments and compute the same values. If a balanced layer follows, only one tensor is kept:
 
 - :class:`ReLU6` and :class:`Hardtanh` keep their output in place of the input.
-- :class:`SiLU`, :class:`GELU`, :class:`Hardswish` and :class:`Mish` keep their input, and a balanced layer that gets
-  their output keeps nothing of it, but computes it again in its backward pass.
+- :class:`SiLU`, :class:`GELU`, :class:`Hardswish` and :class:`Mish` keep their input. A balanced layer that gets their
+  output does not keep it, but computes it again in its backward pass.
 - :func:`multiply`, for squeeze-and-excitation, does so too. :class:`Sigmoid` and :class:`Hardsigmoid` are gates: any
   product of their output with a tensor becomes such a product.
 
 :func:`~balnorm.convert` puts them into a network, and :func:`~balnorm.fold` takes them out. If the output of one is
-changed in place, viewed or cast before it reaches the layer, the layer keeps its own input as ever. (A change through
+changed in place, viewed or cast before it reaches the layer, the layer keeps its input as usual. (A change through
 ``.data``, which is hidden from autograd, is hidden from this too.) Without gradients, under :func:`torch.compile`, in
 exports and under :mod:`torch.func` they are torch's own.
 
@@ -97,7 +97,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
 def hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
     """As :func:`torch.nn.functional.hardtanh`. Like that of ReLU, its output must not be changed in place."""
     limits = {"min_val": min_val, "max_val": max_val}
-    # torch compares inputs of lower precision with the limits as given: then outputs do not tell what was cut off.
+    # torch compares inputs of lower precision with the unrounded limits: the output then does not show what was cut.
     if lean.takes(input, inplace) and min_val <= max_val and all(_fits(v, input.dtype) for v in limits.values()):
         return lean.activate(input, Rule(_aten.hardtanh, _aten.hardtanh_backward.default, limits, True), inplace)
     return F.hardtanh(input, min_val, max_val, inplace)
@@ -109,10 +109,10 @@ def relu6(input: Tensor, inplace: bool = False) -> Tensor:
 
 
 def multiply(input: Tensor, gate: Tensor) -> Tensor:
-    """``input * gate``, as squeeze-and-excitation has it; the gate has 1 where it is the same along an axis.
+    """``input * gate``, as in squeeze-and-excitation. Along an axis where the gate does not vary, its size is 1.
 
-    It keeps the gate. It keeps the input only if that does not come from an activation of this module. A balanced layer
-    that gets the product keeps nothing of it.
+    Keeps the gate, and the input unless that comes from an activation of this module. A balanced layer that gets the
+    product does not keep it.
     """
     return lean.multiply(input, gate)
 
@@ -130,7 +130,7 @@ class LeanActivation(nn.Module):
     """The base of all modules here. Use it to find them, as in ``isinstance(module, LeanActivation)``."""
 
     plain: ClassVar[type[nn.Module]]
-    """The class of torch's that computes the same, and that :meth:`fuse` returns."""
+    """The torch class that computes the same, and that :meth:`fuse` returns."""
     if TYPE_CHECKING:
         __call__: Callable[..., Tensor]
 
@@ -197,7 +197,7 @@ class ReLU6(LeanActivation, nn.ReLU6):
 
 
 class Sigmoid(LeanActivation, nn.Sigmoid):
-    """As :class:`torch.nn.Sigmoid`, for a gate: the product of its output with a tensor is that of :func:`multiply`."""
+    """As :class:`torch.nn.Sigmoid`, for a gate: :func:`multiply` computes any product of its output with a tensor."""
 
     plain = nn.Sigmoid
 
@@ -215,7 +215,7 @@ class Hardsigmoid(LeanActivation, nn.Hardsigmoid):
 
 
 class _Gate(Tensor):
-    """A tensor that multiplies by :func:`multiply`, whoever writes ``x * gate``. All else gives ordinary tensors."""
+    """A tensor for which ``x * gate`` calls :func:`multiply`. All other operations give ordinary tensors."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -236,7 +236,7 @@ def _as_gate(input: Tensor, output: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# For networks that others wrote
+# For existing networks
 # --------------------------------------------------------------------------------------------------------------------
 
 GATES = (Sigmoid, Hardsigmoid)
@@ -248,11 +248,11 @@ _OF_TIMM: Mapping[str, Callable[[], LeanActivation]] = {
     "GELUTanh": lambda: GELU("tanh"),
     "Sigmoid": Sigmoid,
 }
-"""timm's own classes of activations that torch has too."""
+"""timm's own classes for activations that torch has too."""
 
 
 def lean_activation(module: nn.Module) -> LeanActivation | None:
-    """The module of this file that computes what ``module`` computes, if there is one."""
+    """The module of this file that computes the same as ``module``, if there is one."""
     kind = type(module)
     if kind in _LEAN:
         return cast(LeanActivation, _as(_LEAN[kind], module))
@@ -262,7 +262,7 @@ def lean_activation(module: nn.Module) -> LeanActivation | None:
 
 
 def _as(kind: type[nn.Module], module: nn.Module) -> nn.Module:
-    """A copy of a module as one of another class, with dictionaries of its own: hooks of one are not those of both."""
+    """A copy of a module as another class. Its dictionaries are copied too, so that the two do not share hooks."""
     made = copy.copy(module)
     vars(made).update({name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)})
     made.__class__ = kind

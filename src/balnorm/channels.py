@@ -1,4 +1,4 @@
-"""Layers that treat every channel by itself."""
+"""Layers that treat each channel separately."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["ChannelAffine", "ChannelCentre"]
 class ChannelAffine(nn.Module):
     r"""Multiplies each channel by a constant and adds a learned shift: y = factor x + bias.
 
-    :func:`~balnorm.convert` replaces a trained BatchNorm that no convolution precedes by it, such as one of a
-    sum. It computes what that norm computed in eval mode, in both modes, and keeps nothing of its input for the
+    :func:`~balnorm.convert` replaces a trained BatchNorm by it if no convolution precedes the norm, for example after
+    a sum. It computes what that norm computed in eval mode, in both modes, and keeps nothing of its input for the
     backward pass. :func:`~balnorm.fold` merges it into the next convolution, or makes it a depthwise one.
 
     Args:
@@ -72,7 +72,7 @@ class ChannelCentre(nn.Module):
 
     It is the additive half of BatchNorm (mean-only batch normalisation, `Salimans and Kingma 2016
     <https://arxiv.org/abs/1602.07868>`_), and keeps nothing of its input for the backward pass. Use it beside balanced
-    layers, in front of a ReLU whose input no norm centres, as in pre-activation networks.
+    layers, before a ReLU whose input no norm centres, as in pre-activation networks.
 
     In training, the mean is that of the batch and all positions. In eval mode it is the running one, which moves by
     ``max(momentum, 1 / num_batches_tracked)`` at each batch; a batch that is empty or not finite does not move it.
@@ -82,7 +82,7 @@ class ChannelCentre(nn.Module):
         channels: the number of channels, which are the second dimension of the input.
         axes: how many dimensions follow the channels: 2 for images. ``fold`` needs to know; ``forward`` takes any.
         momentum: weight of the newest batch in the running mean; ``None`` is the simple average of all batches.
-        sync_stats: in training, take the mean over all processes, where :mod:`torch.distributed` is initialised.
+        sync_stats: in training, take the mean over all processes, if :mod:`torch.distributed` is initialised.
         process_group: the processes to sum over; ``None`` is all of them.
         device, dtype: of the state.
 
@@ -146,9 +146,9 @@ class ChannelCentre(nn.Module):
         return layer.train(self.training)
 
     def _batch_mean(self, input: Tensor) -> Tensor:
-        """The mean of this batch, which also goes into the running one."""
+        """The mean of this batch, which is also added to the running one."""
         over = (0, *range(2, input.dim()))
-        # A tensor from the start: a number that comes from the host would be a wait for the device.
+        # Built on the device: copying a number from the host would wait for the device.
         total = input.sum(over, dtype=torch.promote_types(input.dtype, torch.float32))
         elements = total.new_full((1,), input[:, 0].numel())
         if self.sync_stats and torch.distributed.is_available() and torch.distributed.is_initialized():

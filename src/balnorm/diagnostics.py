@@ -33,16 +33,16 @@ class LayerBalance:
     layer: str
     kind: str
     positive: Tensor | None
-    """What the positive weights contribute to an output element, on average over the batch: of ``|x|``, and in a layer
-    with ``centred=True`` of ``|x - mean|``."""
+    """The contribution of the positive weights to an output element, on average over the batch: of ``|x|``, or of
+    ``|x - mean|`` in a layer with ``centred=True``."""
     negative: Tensor | None
-    """What the negative weights contribute. If no input is negative and the weights are shifted, the mean output is
+    """The contribution of the negative weights. If no input is negative and the weights are shifted, the mean output is
     ``positive - negative + bias``."""
     mean: Tensor
     std: Tensor
     """The standard deviation of the output over batch and space, as ``mean`` is its mean."""
     mass: Tensor | None
-    """How much input all weights of an output channel together meet per output element."""
+    """How much input the weights of an output channel meet in all, per output element."""
     gain: Tensor | None
     """The learned factor of a balanced layer or a BatchNorm."""
 

@@ -43,7 +43,7 @@ __all__ = [
 
 
 def backend(device: torch.device | str = "cpu") -> str:
-    """What computes the balance of tensors on a device, and why.
+    """Which backend computes the balance of tensors on a device, and why.
 
     The answer starts with ``native``, ``triton`` or ``torch``. On a CPU it is native kernels, which are compiled when
     balnorm is installed, if there is a C compiler. Older torch does not expose its thread pool; the kernels then run
@@ -76,8 +76,8 @@ def statistics(
 
     ``channel`` is the paper's: :math:`v_c / r`, where :math:`v_c` is the sum of channel c over batch and space, and
     r = batch size x output size x stride (over all axes). The taps of a transposed convolution meet every input
-    whatever the stride, so there r = batch size x output size. ``position`` counts for each tap of the kernel exactly
-    the inputs that it multiplies, and honours padding, stride and dilation. Where a zero-padded image (of a transposed
+    whatever the stride, so r is then batch size x output size. ``position`` counts for each tap of the kernel exactly
+    the inputs that it multiplies, and honours padding, stride and dilation. If a zero-padded image (of a transposed
     convolution: the output) is smaller than the kernel with its dilation, every tap gets the statistics of ``channel``:
     the few taps that meet anything would otherwise carry the whole output, and networks do not train that way.
 
@@ -145,7 +145,7 @@ def balance(
         gain: (D,), or ``None`` for ones.
         one_pass: which of the two definitions of I.
         groups: groups of the convolution.
-        shift: whether to subtract the weighted mean; ``"auto"`` does so where an output kernel has more than one input
+        shift: whether to subtract the weighted mean; ``"auto"`` does so if an output kernel has more than one input
             channel.
         transposed: whether ``weight`` belongs to a transposed convolution.
 

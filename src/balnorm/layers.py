@@ -54,8 +54,8 @@ class BalNormLayer(nn.Module):
         running_mean, running_mass: moving averages of the input's statistics, or ``None`` with
             ``track_running_stats=False``.
         num_batches_tracked: the number of batches in them.
-        form: the options that change what the layer computes, as numbers. A state dict takes them along, and loading it
-            into a layer with other options warns.
+        form: the options that change what the layer computes, as numbers. They are part of the state dict; loading
+            it into a layer with other options warns.
         stats_frozen: if ``True``, the layer uses the running statistics and does not update them, in training mode too.
             Unlike ``eval()``, this survives ``train()``.
         options: the layer's options, a :class:`~balnorm._core.options.LayerOptions`. Each can be read, and most can be
@@ -164,7 +164,7 @@ class BalNormLayer(nn.Module):
         return self._effective(input, output_size)[0]
 
     def effective_bias(self, input: Tensor | None = None, output_size: Sequence[int] | None = None) -> Tensor:
-        """What the layer adds to the convolution with :meth:`effective_weight`: the bias less sum w'' mu, (D,)."""
+        """The bias that goes with :meth:`effective_weight`: ``bias`` less sum w'' mu, (D,)."""
         return self._effective(input, output_size)[1]
 
     def _effective(self, input: Tensor | None, output_size: Sequence[int] | None) -> tuple[Tensor, Tensor]:
@@ -212,7 +212,7 @@ class BalNormLayer(nn.Module):
                 )
             if not training and not self._unwatched:
                 _checks.look_for_statistics(self, input)
-        parameters: dict[str, Any] = self._parameters  # at a fraction of what the attributes cost
+        parameters: dict[str, Any] = self._parameters  # the attributes take several times as long
         buffers = self._buffers
         try:
             weight, bias, gain = parameters["weight"], parameters["bias"], parameters["gain"]
@@ -235,7 +235,7 @@ class BalNormLayer(nn.Module):
     def fuse(self) -> nn.Module:
         """Return the plain torch layer that computes what this one computes in eval mode. It always has a bias."""
         _checks.warn_of_missing_statistics(self)
-        # On the meta device torch's constructor spends neither time nor random numbers on values that go anyway.
+        # On the meta device torch's constructor spends neither time nor random numbers on values that are replaced.
         plain = self.plain(**self._shared_arguments(self), bias=True, device="meta")
         weight, bias = self._effective(None, None)
         plain.weight = _parameter(weight, self.weight.requires_grad)
@@ -295,9 +295,9 @@ class BalNormLayer(nn.Module):
             warn(self, _checks.OF_PLAIN_LAYERS, prefix.rstrip("."))
 
     def _migrate(self, state_dict: dict[str, Any], scale: str, mean: str, mass: str) -> Tensor:
-        """Make the state of a layer of balnorm 0.2 one of today's that evaluates to the same, and return its form.
+        """Turn the state of a layer of balnorm 0.2 into today's, with the same outputs in eval mode. Returns its form.
 
-        It shifted every kernel, and its mean was the mass: sum w'' mu is then 0. Its other options are not known.
+        That layer shifted every kernel, and its mean was the mass, so sum w'' mu is 0. Its other options are unknown.
         """
         if mass in state_dict and self.running_mass is not None:
             state_dict[mean] = state_dict[mass].clone()
@@ -465,7 +465,7 @@ class BalNormConv2d(_BalNormConv, nn.Conv2d):
         y = x * w''_d + \mathrm{bias}_d - \sum w''_d\,\mu
 
     Here :math:`\mu` and a are mean and mass of the input: how much of x, and of \|x\|, a weight meets per output
-    element. Behind a ReLU they are the same, and the last sum is 0: the layer of the paper. The gradient includes that
+    element. After a ReLU they are the same, and the last sum is 0: the layer of the paper. The gradient includes that
     of the statistics. No activation is normalised, so the layer keeps no normalised copy for the backward pass.
 
     In training mode the statistics are those of the batch, and ``running_mean`` and ``running_mass`` become
@@ -478,26 +478,26 @@ class BalNormConv2d(_BalNormConv, nn.Conv2d):
             in :class:`torch.nn.Conv2d`.
         mass: ``"channel"`` sums each input channel as a whole, as in the paper. ``"position"`` counts for each tap of
             the kernel exactly the inputs that it meets, so it is exact under zero padding, stride and dilation too.
-            Where a zero-padded image (of a transposed convolution: the output) is smaller than the kernel, it spreads
+            If a zero-padded image (of a transposed convolution: the output) is smaller than the kernel, it spreads
             them evenly, as ``"channel"`` does.
         one_pass: I is the sign of the weight before the shift (``True``, as in the paper's experiments) or after it
             (``False``: exactly balanced).
         stats_fraction: take the statistics from this leading part of the batch; less than 1 adds noise, which
             regularises.
         shift: subtract the weighted mean of the kernel, as the paper does. It takes one degree of freedom from every
-            output kernel, so ``"auto"`` leaves it out where a kernel has a single input channel (depthwise layers);
+            output kernel, so ``"auto"`` leaves it out if a kernel has a single input channel (depthwise layers);
             then :math:`w' = w` and :math:`c = \frac12 \sum p\,|w|`.
         centred: take the mass of \|x - mean\|: for inputs that do not come from a ReLU. It reads the input twice.
         equalise: give every input channel the same say: multiply its weights by
             :math:`q = \mathrm{mean}(a) / \max(a, 0.1\,\mathrm{mean}(a))` and balance for the mass :math:`a q`. On
-            trial; it runs in plain differentiable operations only, which are slower and keep more for backward.
+            trial; it runs in differentiable operations only, which are slower and keep more for backward.
         output_scale: a constant factor besides the gain: ``"unit_variance"`` for outputs of variance 1, given rectified
             Gaussian inputs (``centred``: almost any), or a number; 1.0 is the literal reading of the paper.
-        affine: whether the gain is learned. If not, it stays at 1. (The bias has its own argument.)
+        affine: whether the gain is learned. Otherwise it stays at 1. (The bias has its own argument.)
         momentum: the weight of the newest batch in the running statistics; ``None`` is the simple average of all
             batches.
-        track_running_stats: whether there are running statistics. If not, eval mode uses the batch too.
-        sync_stats: sum the statistics over all processes, where :mod:`torch.distributed` is initialised.
+        track_running_stats: whether to keep running statistics. Without them, eval mode uses the batch too.
+        sync_stats: sum the statistics over all processes, if :mod:`torch.distributed` is initialised.
         process_group: the processes to sum over; ``None`` is all of them.
 
     Shape:
@@ -656,7 +656,7 @@ def layer_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Mean and mass of an input, as a layer meets it, balanced (with its own options, unless given) or plain.
 
-    ``exact`` counts by position even where the kernel is larger than the image.
+    ``exact`` counts by position even if the kernel is larger than the image.
     """
     if options is None:
         options = layer.options if isinstance(layer, BalNormLayer) else Options()
@@ -708,7 +708,7 @@ def _option(name: str) -> property:
             raise AttributeError(f"{name} is fixed when the layer is made: the shape of its state depends on it")
         changes = {name: value}
         if name == "sync_stats" and not value:
-            changes["process_group"] = None  # which has no meaning without
+            changes["process_group"] = None  # which means nothing without it
         layer.options = dataclasses.replace(layer.options, **changes)
 
     return property(read, write)
@@ -716,7 +716,7 @@ def _option(name: str) -> property:
 
 def _signature(layer: type[BalNormLayer]) -> inspect.Signature:
     """The constructor's signature with every option spelt out, for ``help()`` and editors."""
-    parameters = list(inspect.signature(layer.__init__).parameters.values())[1:-1]  # but for self and **options
+    parameters = list(inspect.signature(layer.__init__).parameters.values())[1:-1]  # without self and **options
     options = [
         inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
         for field in _FIELDS
@@ -725,7 +725,7 @@ def _signature(layer: type[BalNormLayer]) -> inspect.Signature:
 
 
 def _watch_replacements(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Called wherever a module gets a child: some tools swap any ``nn.Linear`` for a layer of theirs."""
+    """Called whenever a module gets a child: some tools replace every ``nn.Linear`` by a layer of theirs."""
     layer = parent._modules.get(name)
     if isinstance(layer, BalNormLayer):
         _checks.refuse_successor(layer, module)

@@ -407,7 +407,7 @@ def get_norm(norm: str | Normalization, **options: Any) -> Normalization:
     return replace(found, norm=functools.partial(found.norm, **options))
 
 
-_plain, _biased = functools.partial(conv, bias=False), functools.partial(conv, bias=True)
+_unbiased, _biased = functools.partial(conv, bias=False), functools.partial(conv, bias=True)
 
 NORMS: dict[str, Normalization] = {
     "balnorm": Normalization(
@@ -417,20 +417,20 @@ NORMS: dict[str, Normalization] = {
         options=("one_pass", "mass", "stats_fraction", "output_scale", "shift", "centred", "equalise", "centre_stream"),
     ),
     "batchnorm": Normalization(
-        _plain,
+        _unbiased,
         batch_norm,
         "Ioffe and Szegedy 2015, Batch Normalization: Accelerating Deep Network ...",
         options=("stats_fraction",),
     ),
-    "groupnorm": Normalization(_plain, group_norm, "Wu and He 2018, Group Normalization"),
-    "layernorm": Normalization(_plain, layer_norm, "Ba, Kiros and Hinton 2016, Layer Normalization"),
+    "groupnorm": Normalization(_unbiased, group_norm, "Wu and He 2018, Group Normalization"),
+    "layernorm": Normalization(_unbiased, layer_norm, "Ba, Kiros and Hinton 2016, Layer Normalization"),
     "instancenorm": Normalization(
-        _plain,
+        _unbiased,
         instance_norm,
         "Ulyanov, Vedaldi and Lempitsky 2016, Instance Normalization",
     ),
     "batchrenorm": Normalization(
-        _plain,
+        _unbiased,
         BatchRenorm2d,
         "Ioffe 2017, Batch Renormalization",
         follows_progress=True,
@@ -461,7 +461,7 @@ NORMS: dict[str, Normalization] = {
         "Brock, De and Smith 2021, Characterizing signal propagation to close the performance gap in ...",
     ),
     "frn": Normalization(
-        _plain,
+        _unbiased,
         FilterResponseNorm2d,
         "Singh and Krishnan 2020, Filter Response Normalization Layer",
         activation=ThresholdedLinear,

@@ -1,10 +1,10 @@
-"""Decide from the data flow what becomes of every layer and every BatchNorm. This module changes nothing.
+"""Decide from the data flow what happens to every layer and every BatchNorm. This module changes nothing.
 
 A decision is data; :func:`explain` puts it into words, and no code depends on the words. :func:`attribute` applies
 these rules in order:
 
 1. A module stays if replacing it would lose something: hooks, the behaviour of an unknown class, and so on.
-2. A norm belongs to the layers that it follows, if their outputs go to it and nowhere else, at every call of either.
+2. A norm belongs to the layers that it follows, if it alone reads their outputs, at every call of either.
 3. Another norm that has statistics becomes a constant factor and a learned shift, unless it follows a layer that stays.
    Without statistics, it belongs to the convolutions that it feeds, if it feeds nothing else, and otherwise stays.
 4. In the branch that such a norm opens, norm-conv-norm-conv, each norm stands for the convolution after it; so the
@@ -61,9 +61,9 @@ class Place(Enum):
 
 
 class Reason(Enum):
-    """Why a module stays. The value is the wording of the report; ``{}`` is what the reason is about."""
+    """Why a module stays. The value is the wording of the report; ``{}`` is its subject."""
 
-    # What cannot be touched, whatever surrounds it
+    # Modules that cannot be replaced, whatever surrounds them
     SKIPPED = "skipped, as asked"
     BALANCED_ALREADY = "balanced already"
     NOT_OF_TORCH = "not one of torch's own layers: a {} may do something else"
@@ -75,14 +75,14 @@ class Reason(Enum):
     # A layer
     NO_NORM = "no BatchNorm follows or feeds it"
     ITS_NORM_STAYS = "its {} stays"
-    # A norm, and what it follows
+    # A norm after a layer
     FOLLOWS_NO_LAYER = "it follows {}"
     FOLLOWS_KEPT = "it follows {}, which stays ({})"
     UNKNOWN_DIMENSIONS = "it follows {}, and only an example_input shows which dimension it normalises"
     DOES_NOT_FIT = "it does not fit {}, which it follows"
-    SHARES_OUTPUT = "the output of {} goes elsewhere too"
+    SHARES_OUTPUT = "the output of {} is used elsewhere too"
     ONE_OF_SEVERAL = "it is not the only norm of a layer that is called more than once"
-    # A norm, and why it cannot be given up for what it feeds either
+    # A norm that cannot be replaced by the layers that it feeds either
     STRANGE_ORIGIN = "which comes from {}"
     FEEDS_NO_LAYER = "and it feeds {}"
     FEEDS_KEPT = "and it feeds {}, which stays ({})"
@@ -92,12 +92,12 @@ class Reason(Enum):
 
 @dataclass(frozen=True)
 class Because:
-    """A reason, and what it is about: a module, a class of modules, or a step of the forward pass by its name."""
+    """A reason and its subject: a module, a class of modules, or a step of the forward pass by its name."""
 
     reason: Reason
     about: nn.Module | type[nn.Module] | str = ""
     which_stays: Because | None = None
-    """Why the module that it is about has to stay, if that is the reason."""
+    """Why its subject, a module, has to stay, if that is the reason."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ class Balanced:
     norm: nn.Module | None
     place: Place
     signed: bool
-    """Whether the layer's input can be negative, if that makes a difference."""
+    """Whether the layer's input can be negative, if that matters."""
     exact: bool = False
-    """Whether it has to compute what the trained layer computed, with its norm if that follows it."""
+    """Whether it must compute the same as the trained layer, with the norm if that follows it."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Removed:
 
 @dataclass(frozen=True)
 class Affine:
-    """A norm becomes a constant factor and a learned shift: the reason is why no layer can do its work."""
+    """A norm becomes a constant factor and a learned shift: the reason says why no layer can do its work."""
 
     action: ClassVar[Action] = "affine"
     because: Because
@@ -140,7 +140,7 @@ class Kept:
     because: tuple[Because, ...]
 
     def depends_on(self, reason: Reason) -> bool:
-        """Whether this is a reason, for the module itself or for one that keeps it in place."""
+        """Whether this is a reason, for the module itself or for one because of which it stays."""
         causes = [cause for because in self.because for cause in (because, because.which_stays) if cause]
         return any(cause.reason is reason for cause in causes)
 
@@ -185,7 +185,7 @@ _WEIGHT_DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
     nn.BatchNorm3d: (5,),
     nn.SyncBatchNorm: (2, 3, 4, 5),
 }
-# What may stand between a layer and the norm that follows it, and between a norm and a convolution that it feeds.
+# Steps allowed between a layer and the norm that follows it, and between a norm and a convolution that it feeds.
 _BEFORE_A_NORM = {"identity", "dropout", "contiguous", "clone", "avgpool", "adaptiveavgpool", "upsample"}
 # Between a linear layer, whose features are the last dimension, and a norm of two dimensions
 _AFTER_A_LINEAR = {"identity", "dropout", "contiguous", "clone", "view"}
@@ -196,7 +196,7 @@ _AFTER_A_NORM = {
     *("maxpool", "paddedavgpool", "pad"),
 }
 _AFTER_A_SUM = {*_AFTER_A_NORM, "add", "cat"}
-# What may stand between layers and a norm that belongs to what it feeds: sums and all that leaves channels channels.
+# Steps allowed between layers and a norm that belongs to the layers that it feeds: sums, and steps that keep channels.
 _BEFORE_A_SUM = {*_AFTER_A_SUM, "mul", "getitem", "slice", "split", "splitwithsizes", "chunk"}
 
 _Fixed = Mapping[nn.Module, Because]  # the modules that have to stay
@@ -214,7 +214,7 @@ def attribute(
 
     A network is trained if one of its norms has statistics, unless the caller knows better.
     """
-    # Rule 1: what has to stay
+    # Rule 1: modules that have to stay
     candidates = [module for module in model.modules() if _is_layer(module) or is_batch_norm(module)]
     skipped, included = named(model, "skip", skip), named(model, "include", include)
     fixed = {module: because for module in candidates if (because := _why_fixed(module, flow, skipped))}
@@ -228,7 +228,7 @@ def attribute(
     followed = {norm: its_layers for norm in norms if (its_layers := _followed(norm, following, flow))}
     partners = _Partners((layer, (norm, Place.FOLLOWS)) for norm in followed for layer in followed[norm])
 
-    # Rules 3 and 4: norms of something else
+    # Rules 3 and 4: norms that follow no layer
     other_norms = {
         norm: _affine_or_kept(norm, flow, fixed) if norm in exact else _fed_or_kept(norm, flow, fixed)
         for norm in norms
@@ -242,7 +242,7 @@ def attribute(
     summed = {layer: norm for layer in others if (norm := _norm_of_the_sum(layer, flow, feeding))}
     partners |= {layer: (norm, Place.AFTER_A_SUM) for layer, norm in summed.items()}
 
-    # Rule 6: layers that are asked for
+    # Rule 6: layers that the caller asks for
     asked_for = included - following.keys() - partners.keys()
     partners |= {layer: (None, Place.NOWHERE) for layer in layers if layer in asked_for}
 
@@ -279,7 +279,7 @@ def is_norm_act(module: nn.Module) -> bool:
 
 
 def torch_class(module: nn.Module) -> type[nn.Module] | None:
-    """The layer or norm of torch's that the module computes as: its own class, or one that it changes nothing of."""
+    """The class of torch that the module computes like: its own, or the one that it inherits everything from."""
     kind = type(module)
     base = next((base for base in kind.__mro__ if base in BALANCED or base in _WEIGHT_DIMENSIONS), None)
     code = ("__call__", "__getattr__", "forward", "_conv_forward", "_output_padding", "_check_input_dim", "weight")
@@ -287,7 +287,7 @@ def torch_class(module: nn.Module) -> type[nn.Module] | None:
 
 
 def has_own_code(module: nn.Module) -> bool:
-    """Whether someone gave this very module code that a replacement would not have."""
+    """Whether this module was given code that a replacement would not have."""
     return _has_hooks(module) or "forward" in vars(module)
 
 
@@ -296,7 +296,7 @@ def _is_layer(module: nn.Module | None) -> TypeGuard[_ConvNd | nn.Linear]:
 
 
 def _is_exact(norm: nn.Module, trained: bool | None) -> bool:
-    """Whether the layers have to compute what they computed with this norm, which they can if it has statistics."""
+    """Whether the layers must compute the same as with this norm, which they can if it has statistics."""
     if not isinstance(norm, _BatchNorm) or norm.running_mean is None or norm.running_var is None:
         return False
     if trained is None and is_readable(norm.running_mean):
@@ -359,7 +359,7 @@ def _fan_in(layer: _ConvNd | nn.Linear) -> int:
 
 
 def _following(layer: nn.Module, flow: Flow) -> nn.Module | None:
-    """The norm that the output of a layer always goes to, if it goes nowhere else."""
+    """The norm that always reads the output of a layer, if nothing else does."""
     users = [_only_user(call) for call in flow.by_module[layer]]
     modules = {user.module if user else None for user in users}
     norm = modules.pop() if len(modules) == 1 else None
@@ -367,7 +367,7 @@ def _following(layer: nn.Module, flow: Flow) -> nn.Module | None:
 
 
 def _followed(norm: nn.Module, following: Mapping[nn.Module, nn.Module], flow: Flow) -> tuple[nn.Module, ...]:
-    """The layers that a norm follows, if it is called for nothing else."""
+    """The layers that a norm follows, if it is called on nothing else."""
     layers = tuple(layer for layer, its_norm in following.items() if its_norm is norm)
     calls = sum(len(flow.by_module[layer]) for layer in layers)
     return layers if calls == len(flow.by_module[norm]) else ()
@@ -378,8 +378,8 @@ def _fits(layer: nn.Module | None, norm: nn.Module | None, flow: Flow) -> bool:
     if not isinstance(norm, _BatchNorm) or not _is_layer(layer):
         return False
     if isinstance(layer, nn.Linear):
-        # A norm of something with three dimensions goes over the second, a linear layer over the last. Reshaping to
-        # two dimensions, the second of the same size, leaves the last one what it was.
+        # Given three dimensions, a norm normalises the second, and a linear layer maps the last. Reshaping to two
+        # dimensions, the second of the same size, preserves the last one.
         outputs, fitting = layer.out_features, all(call.dimensions == 2 for call in flow.by_module[norm])
     else:
         outputs, fitting = layer.out_channels, True
@@ -405,12 +405,12 @@ def _why_not_following(norm: nn.Module, flow: Flow, fixed: _Fixed) -> Because:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Norms of something else, the layers that they feed, and those that add to what they normalised
+# Norms that follow no layer, the layers that they feed, and those that add to what they normalised
 # --------------------------------------------------------------------------------------------------------------------
 
 
 def _affine_or_kept(norm: nn.Module, flow: Flow, fixed: _Fixed) -> Affine | Kept:
-    """A norm stays with a layer that has to stay: nothing else would normalise that layer in training."""
+    """A norm stays if it follows a layer that stays: nothing else would normalise that layer in training."""
     why = _why_not_following(norm, flow, fixed)
     return Kept((why,)) if why.which_stays and why.which_stays.reason is not Reason.ONE_WEIGHT else Affine(why)
 
@@ -422,7 +422,7 @@ def _fed_or_kept(norm: nn.Module, flow: Flow, fixed: _Fixed) -> Removed | Kept:
         source = _source(call)
         for_this_norm = source.module in fixed or _only_user(source) is call
         if _is_layer(source.module) and (for_this_norm or not _only_for_sums(source)):
-            return Kept((why,))  # it has its place, whatever it feeds
+            return Kept((why,))  # decided, whatever it feeds
         origin = _strange_origin(call)
         if origin is not None:
             return Kept((why,) if origin is source else (why, Because(Reason.STRANGE_ORIGIN, _what(origin))))
@@ -453,7 +453,7 @@ def _fed(norm: nn.Module, flow: Flow, fixed: _Fixed) -> Removed | Because:
 
 
 def _strange_origin(call: Call) -> Call | None:
-    """What a norm's input comes from, past sums and the like, other than layers and norms."""
+    """The first step, neither layer nor norm, that a norm's input comes from, past sums and the like."""
     seen, steps = set[Call](), [call]
     while steps:
         for source in steps.pop().inputs:
@@ -515,7 +515,7 @@ def _source(call: Call) -> Call:
 
 
 def _only_user(call: Call) -> Call | None:
-    """The one step that the output of a layer goes to, past those that may stand before a norm."""
+    """The only step that reads the output of a layer, past those that may stand before a norm."""
     between = _AFTER_A_LINEAR if isinstance(call.module, nn.Linear) else _BEFORE_A_NORM
     while len(call.users) == 1:
         (user,) = call.users
@@ -526,5 +526,5 @@ def _only_user(call: Call) -> Call | None:
 
 
 def _only_for_sums(call: Call) -> bool:
-    """Whether the output goes to norms, or towards sums, and nowhere else."""
+    """Whether only norms, or steps on the way to a sum, read the output."""
     return all(user.name in _AFTER_A_SUM or is_batch_norm(user.module) for user in call.users)

@@ -27,13 +27,13 @@ from balnorm.surgery._statistics import StatisticsSum
 
 __all__ = ["Original", "Proof", "is_exact"]
 
-_COMPARED = 256  # samples: of that many, outputs are kept to be compared
-_SMALLEST_MASS = 1e-3  # of the mean: with a mass of 0, a channel that the images leave dead would stay dead
+_COMPARED = 256  # keep the outputs of this many samples for the comparison
+_SMALLEST_MASS = 1e-3  # of the mean: at a mass of 0, a channel that is dead on these images would stay dead
 _BOUND, _BOUNDS = 1e-3, {torch.bfloat16: 0.2, torch.float16: 0.03}
 
 
 def is_exact(decision: Decision) -> bool:
-    """Whether what replaces a module has to compute what the module computed."""
+    """Whether the replacement of a module must compute the same as the module."""
     return isinstance(decision, Affine) or (isinstance(decision, Balanced) and decision.exact)
 
 
@@ -52,7 +52,7 @@ class Proof(NamedTuple):
 
 
 class _FactorAndShift(NamedTuple):
-    """What a norm does in eval mode, y = weight / deviation x + shift, in double precision."""
+    """A norm in eval mode, y = weight / deviation x + shift, in double precision."""
 
     weight: Tensor
     deviation: Tensor
@@ -78,10 +78,10 @@ class _FactorAndShift(NamedTuple):
 
 
 class Original:
-    """A trained network as it was: statistics and outputs for some images, and what its layers computed.
+    """A trained network before its conversion: its statistics and outputs for some images, and its layers.
 
     Sets the modules ``new`` that will replace those of ``model`` to compute what those computed. Runs the model in eval
-    mode, and changes nothing about it.
+    mode, and does not change it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Original:
             or (isinstance(decision, Removed) and decision.place is Place.FEEDS)
             for decision in decisions.values()
         )
-        """Whether nothing of the network will be trained from scratch."""
+        """Whether no part of the network will be trained from scratch."""
         self.bound = max((_BOUNDS.get(parameter.dtype, _BOUND) for parameter in model.parameters()), default=_BOUND)
 
         sums = self._watch(model, batches)
@@ -138,7 +138,7 @@ class Original:
         return sums
 
     def compare(self, model: nn.Module) -> Proof | None:
-        """Run the converted model on the same images, if its outputs are to be the same."""
+        """Run the converted model on the same images, if its outputs must be the same."""
         if not self.is_whole:
             return None
         difference, largest, same = 0.0, 0.0, list[Tensor]()
@@ -156,7 +156,7 @@ class Original:
         return Proof(self.samples, difference / largest if largest else difference, agreement)
 
     def first_that_differs(self, model: nn.Module) -> nn.Module | None:
-        """The first module, by its old self, whose output is not what it was for the same input."""
+        """The first module (as it was before) whose replacement gives another output for the same input."""
         found, replaced = list[nn.Module](), {made: old for old, made in self.new.items()}
 
         def check(made: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
@@ -189,17 +189,17 @@ def _set_layer(layer: BalNormLayer, bias: Tensor | None, factors: _FactorAndShif
         transposed=layer.transposed,
     )
     weight, deviation, shift = factors
-    # A kernel of zeros gives zeros at any scale: it keeps one that it could learn with.
+    # A kernel of zeros gives zeros at any scale: keep one with which it can learn.
     layer.output_scale.copy_(torch.where(c > 0, total * c / deviation, in_double_precision(layer.output_scale)))
     layer.gain.copy_(weight)
     folded = shift if bias is None else shift + weight / deviation * in_double_precision(bias)
-    layer.bias = None  # the effective bias is then what the mean of the input would add
+    layer.bias = None  # so that the effective bias is right for the mean of the input
     folded = folded - in_double_precision(layer.effective_bias())
     layer.bias = nn.Parameter(folded.to(layer.weight.dtype).to(layer.weight.device), requires_grad=learns)
 
 
 def _learns(layer: nn.Module, norm: nn.Module | None) -> bool:
-    """Whether the shift of a layer and its norm was learned. A layer on its own always gets one that is."""
+    """Whether the shift of a layer and its norm was learned. A layer without a norm always gets one that is."""
     if norm is not None:
         return norm.bias is not None and norm.bias.requires_grad  # type: ignore[return-value]
     return layer.bias is None or layer.bias.requires_grad  # type: ignore[return-value]
@@ -210,10 +210,10 @@ def _set_statistics(layer: BalNormLayer, statistics: Tensor, batches: Tensor) ->
     assert layer.running_mean is not None
     assert layer.running_mass is not None
     assert layer.num_batches_tracked is not None
-    if batches and mass.any():  # otherwise no sample came by, or only zeros
+    if batches and mass.any():  # otherwise there was no sample, or only zeros
         layer.running_mean.copy_(mean)
         layer.running_mass.copy_(mass.clamp(min=_SMALLEST_MASS * mass.mean()))
-    # The first batch of fine-tuning is to count as one of many.
+    # The first batch of fine-tuning should count as one of many.
     momentum = layer.options.momentum
     enough = 1 if momentum is None else math.ceil(1 / max(momentum, 1e-9))
     layer.num_batches_tracked.fill_(max(int(batches), enough))

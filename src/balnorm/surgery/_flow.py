@@ -1,7 +1,7 @@
 """The data flow of a model: which call feeds which. Found by tracing, or by watching a run on an example input.
 
-A model's modules say what it is made of, not what follows what. This module finds that out in two ways that give the
-same answer: symbolically with :mod:`torch.fx`, which needs no input but cannot follow every Python program, and by
+A model's modules say what it is made of, not in which order it calls them. There are two ways to find out, with the
+same result: symbolically with :mod:`torch.fx`, which needs no input but cannot follow every Python program, and by
 recording every operation of one forward pass, which follows any program but needs an input to run on.
 """
 
@@ -33,7 +33,7 @@ __all__ = ["Call", "Flow", "canonical", "data_flow", "recorded", "traced"]
 
 @dataclass(eq=False)
 class Call:
-    """One step of a forward pass: a module or a function that is called, or an input that arrives.
+    """One step of a forward pass: a call of a module or a function, or an input of the model.
 
     ``name`` is spelt the same for a module, a function, a method and an operator: ``"relu"``, ``"maxpool"``, ``"add"``;
     an input of the model is ``"input"``, its output ``"output"`` and a parameter or buffer ``"attribute"``.
@@ -142,7 +142,7 @@ def traced(model: nn.Module, arguments: tuple[Any, ...] = ()) -> Flow:
             continue
         inputs = [calls[source] for source in node.all_input_nodes if source in calls]
         if node.op == "placeholder":
-            # Without an example it may be anything. For pixels in [0, 1] this changes nothing: their |x| is x.
+            # Without an example, anything is possible. For pixels in [0, 1] this changes nothing: their |x| is x.
             value = next(values, None)
             calls[node] = flow.add("input", nonnegative=value is not None and not _has_negative(value))
         elif node.op == "call_module":
@@ -161,12 +161,12 @@ def traced(model: nn.Module, arguments: tuple[Any, ...] = ()) -> Flow:
             in_place = _asks_for_in_place(node, name)
             calls[node] = flow.add(name, inputs, args=node.args, kwargs=node.kwargs, in_place=in_place)
         if node in calls and calls[node].in_place and node.all_input_nodes:
-            calls[node.all_input_nodes[0]] = calls[node]  # who uses the input from now on uses what was written there
+            calls[node.all_input_nodes[0]] = calls[node]  # later uses of the input see what was written there
     return flow
 
 
 def _defaults(model: nn.Module, given: int) -> dict[str, Any]:
-    """The optional arguments of a model that are not given: a symbol in the place of None would take other branches."""
+    """The optional arguments of a model that are not given: a symbol in place of None would take other branches."""
     parameters = inspect.signature(model.forward).parameters.values()
     return {
         parameter.name: parameter.default
@@ -176,7 +176,7 @@ def _defaults(model: nn.Module, given: int) -> dict[str, Any]:
 
 
 def _is_metadata(node: fx.Node, calls: dict[fx.Node, Call]) -> bool:
-    """Whether the result is a shape, a size or the like, or was computed from such, and holds no values."""
+    """Whether the result is a shape, a size or the like, or is computed from these alone, and so holds no values."""
     if node.op == "call_method" and node.target in ("size", "dim", "numel"):
         return True
     if node.op == "call_function" and node.target is getattr:
@@ -215,7 +215,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     def __init__(self, flow: Flow) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flow = flow
-        self.keep: list[Tensor] = []  # so that no memory is used twice
+        self.keep: list[Tensor] = []  # so that no memory is reused
         self.origin: dict[tuple[Any, ...], Call] = {}
         self.last_write: dict[int, Call] = {}
         self.owner: dict[int, nn.Module] = {}
@@ -314,7 +314,7 @@ def _first_line(error: Exception) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What the steps are called, and which of them can give negative values
+# Names of steps, and which of them can give negative values
 # --------------------------------------------------------------------------------------------------------------------
 
 _SYNONYMS = {
@@ -356,7 +356,7 @@ def canonical(name: str) -> str:
 
 
 def _averages_padding(module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an average pool gives anything but a mean of inputs, so that it changes a constant input."""
+    """Whether an average pool gives more than a mean of inputs, so that it changes a constant input."""
 
     def argument(position: int, name: str, default: Any) -> Any:
         value = args[position] if len(args) > position else kwargs.get(name, default)

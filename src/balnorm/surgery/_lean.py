@@ -1,4 +1,4 @@
-"""Decide which activations can keep less for the backward pass. As in ``_decisions``, nothing is changed here."""
+"""Decide which activations can keep less for the backward pass. Like ``_decisions``, it changes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from balnorm.surgery._flow import Call, Flow
 
 __all__ = ["Lean", "lean_activations"]
 
-# Operations that keep nothing of their input for the backward pass, or nothing but its shape
+# Operations that keep at most the shape of their input for the backward pass
 _KEEP_NOTHING = {"add", "cat", "mean", "sum", "adaptiveavgpool", "upsample"}
 
 
@@ -25,9 +25,9 @@ class Lean:
 
     action: ClassVar[Action] = "lean"
     feeds: tuple[nn.Module, ...]
-    """The balanced layers, and the gates, that read its output (of a gate: the product)."""
+    """The balanced layers and gates that read its output (for a gate: the product)."""
     multiplies: nn.Module | None = None
-    """Of a gate: the activation that it multiplies, if that becomes such a module."""
+    """For a gate: the activation that it multiplies, if that becomes such a module."""
 
     def explain(self, names: Mapping[nn.Module, str]) -> str:
         """The reason, in the words of a report."""
@@ -42,7 +42,7 @@ def lean_activations(
 ) -> dict[nn.Module, Lean]:
     """The activations, and the gates of squeeze-and-excitation, that are to be replaced, in the model's order.
 
-    An activation is one of them if balanced layers or products with a gate read its output, and besides only what keeps
+    An activation is one of them if balanced layers or products with a gate read its output, and all other readers keep
     nothing of it. A gate is one if it multiplies such an activation, or if balanced layers alone read its product.
     """
     calls = _calls_of_activations(model, flow, skipped)
@@ -51,7 +51,7 @@ def lean_activations(
     found, multiplied = dict[nn.Module, Lean](), dict[Call, nn.Module]()
 
     def modules_fed(call: Call) -> dict[nn.Module, None] | None:
-        """The balanced layers and gates that read an output; ``None`` if anything else keeps it, or changes it."""
+        """The balanced layers and gates that read an output; ``None`` if anything else keeps or changes it."""
         fed = dict[nn.Module, None]()
         for reader in _readers(call, decisions):
             if reader in products:
@@ -77,7 +77,7 @@ def lean_activations(
 
 
 def _calls_of_activations(model: nn.Module, flow: Flow, skipped: Collection[nn.Module]) -> dict[nn.Module, list[Call]]:
-    """The calls of every module that has a lean form, also inside one of timm's norms, whose last step it is."""
+    """The calls of every module that has a lean form, including the last step inside one of timm's norms."""
     calls = dict[nn.Module, list[Call]]()
     for module in model.modules():
         step = getattr(module, "act", None) if is_norm_act(module) else module
@@ -87,14 +87,14 @@ def _calls_of_activations(model: nn.Module, flow: Flow, skipped: Collection[nn.M
 
 
 def _products(calls: list[Call]) -> list[Call]:
-    """The products with another tensor that the output of a gate goes to, if it goes nowhere else at any call."""
+    """The products of a gate's output with another tensor, if nothing else reads that output at any call."""
     products = [user for call in calls for user in call.users]
     are_products = all(it.name == "mul" and len(it.inputs) == 2 and not it.in_place for it in products)
     return products if are_products and len(products) == len(calls) else []
 
 
 def _readers(call: Call, decisions: Mapping[nn.Module, Decision]) -> Iterator[Call]:
-    """The steps that read an output, past those that will hand it on as it is."""
+    """The steps that read an output, past those that pass it on unchanged."""
     for user in call.users:
         if _hands_on(user, decisions):
             yield from _readers(user, decisions)

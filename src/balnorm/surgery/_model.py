@@ -29,9 +29,9 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Undo whatever a forward pass inside does to the model (mode, buffers, attributes) or to the random state.
+    """Undo everything that a forward pass inside does to the model (mode, buffers, attributes) and the random state.
 
-    Nothing inside runs compiled, with torch 2.6 or newer: code compiled earlier does not notice new hooks.
+    With torch 2.6 or newer, nothing inside runs compiled: code compiled earlier does not notice new hooks.
     """
     modules = list(model.modules())
     attributes = [
@@ -49,7 +49,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         finally:
             for module in modules:
                 if hasattr(module, "reshard") and hasattr(module, "unshard"):
-                    # Of FSDP2, which would believe its parameters gathered when they are put back below.
+                    # FSDP2, which would take its parameters for gathered when they are put back below.
                     module.reshard()  # type: ignore[operator]
             for module, before in zip(modules, attributes, strict=True):
                 for name, value in before.items():
@@ -67,7 +67,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The model that ``torch.compile`` was given: code that is compiled already does not see new hooks."""
+    """The model inside ``torch.compile``'s wrapper: code that is already compiled does not see new hooks."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -141,7 +141,7 @@ def refuse_wrapped(model: nn.Module, operation: str) -> None:
         where = f"the model's {name}" if name else "the model"
         if isinstance(module, parallel):
             raise ValueError(
-                f"{where} is wrapped in {type(module).__name__}, which has taken note of its parameters: "
+                f"{where} is wrapped in {type(module).__name__}, which has registered its parameters: "
                 f"{operation} the model inside (its .module), and wrap it afterwards"
             )
         if isinstance(module, torch.jit.ScriptModule):

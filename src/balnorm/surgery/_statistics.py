@@ -61,7 +61,7 @@ def update_stats(
     with undisturbed(model), torch.no_grad(), ExitStack() as hooks:
         model.eval()
         for layer in layers:
-            # The running statistics are to be those of the latest batch, all of it, of this process.
+            # Make the running statistics those of the latest batch: all of it, in this process alone.
             if isinstance(layer, BalNormLayer):
                 layer.options = dataclasses.replace(
                     layer.options, momentum=1.0, stats_fraction=1.0, sync_stats=False, process_group=None
@@ -79,7 +79,7 @@ def update_stats(
         results = [(layer, *sums[layer].result(of_all_processes=True)) for layer in layers]
     if layers and all(int(batches) == 0 for _, _, batches in results):
         raise ValueError(
-            "no batch reached a balanced layer, so the statistics stay what they were: is the loader empty or used up?"
+            "no batch reached a balanced layer, so the statistics are unchanged: is the loader empty or used up?"
         )
     for layer, statistics, batches in results:
         if batches:
@@ -94,7 +94,7 @@ def _buffers(layer: _Tracking) -> tuple[Tensor, ...]:
 
 
 class StatisticsSum:
-    """The statistics of many batches together: each one's, weighted by the number of outputs it is an average over."""
+    """The statistics of many batches together: each batch's, weighted by the number of outputs it averages over."""
 
     def __init__(self, layer: _Tracking) -> None:
         *statistics, _ = _buffers(layer)

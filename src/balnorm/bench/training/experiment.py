@@ -18,7 +18,7 @@ MACHINE = ("root", "device")
 """Arguments that say where a run is, not what it is: a function that takes them gets those of the command."""
 
 _OWN = ("experiment", "metric", "norm", "seed")  # what an experiment has besides its options
-_PLAIN = (bool, int, float, str, types.NoneType)
+_SIMPLE = (bool, int, float, str, types.NoneType)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Experiment:
             raise ValueError(f"metric cannot be {metric!r}")
         options = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name not in _OWN}
         for option, value in options.items():
-            if not all(isinstance(each, _PLAIN) for each in (value if isinstance(value, tuple) else [value])):
+            if not all(isinstance(each, _SIMPLE) for each in (value if isinstance(value, tuple) else [value])):
                 raise ValueError(f"{option} cannot be {value!r}")
         return Experiment(name, norm, seed, metric, tuple(sorted(options.items())))
 
@@ -113,7 +113,7 @@ def function_options(function: Callable[..., Any], taken: Iterable[str]) -> dict
             raise ValueError(f"{name} cannot take {argument}: each option needs a name")
         if option in {"experiment", "metric", *taken}:
             raise ValueError(f"{name} cannot have an option {option}, which is one of the command: choose another name")
-        if not _is_plain(kind := kinds.get(option)):
+        if not _is_simple(kind := kinds.get(option)):
             raise ValueError(
                 f"{name} must say the type of {option}, as in {option}: int (or float, str, bool, Literal)"
             )
@@ -121,11 +121,11 @@ def function_options(function: Callable[..., Any], taken: Iterable[str]) -> dict
     return found
 
 
-def _is_plain(kind: Any) -> bool:
+def _is_simple(kind: Any) -> bool:
     """Whether a command can give a value of this type, and JSON can keep it."""
     inner = [each for each in get_args(kind) if each is not Ellipsis]
     if get_origin(kind) is Literal:
-        return all(isinstance(each, _PLAIN) for each in inner)
+        return all(isinstance(each, _SIMPLE) for each in inner)
     if get_origin(kind) in (tuple, Union, types.UnionType):
-        return all(map(_is_plain, inner))
-    return kind in _PLAIN
+        return all(map(_is_simple, inner))
+    return kind in _SIMPLE
