@@ -7,6 +7,7 @@ tests/test_triton.py runs this file in a process of its own, because Triton has 
 `CASES` in the environment is the number of random layers, `FIRST` the first one. A case is a function of its number.
 """
 
+import itertools
 import os
 import random
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import balnorm.functional as BF
 from balnorm import BalNormConv1d, BalNormConv2d, BalNormConv3d, BalNormConvTranspose2d, BalNormLinear
 from balnorm._core import function
 from balnorm._core.backends import Running, Setup
@@ -88,11 +90,13 @@ def draw_geometry(draw: random.Random):
 
 def lay_out(draw: random.Random, x: Tensor) -> Tensor:
     """The same values in another order of memory."""
-    layout = draw.choice(["contiguous", "contiguous", "last", "last", "gaps", "half", "offset"])
+    layout = draw.choice(["contiguous", "contiguous", "last", "last", "gaps", "cut", "half", "offset"])
     if layout == "last" and x.dim() > 2:
         return x.movedim(1, -1).contiguous().movedim(-1, 1)
     if layout == "gaps":
         return torch.stack([x, x], -1).flatten(-2)[..., ::2]
+    if layout == "cut":
+        return torch.cat([x, x], -1)[..., : x.shape[-1]]
     if layout == "half":
         return torch.cat([x, x], 1)[:, : x.shape[1]]
     if layout == "offset":
@@ -141,7 +145,7 @@ def one_layer(number: int) -> None:
         mass=draw.choice(["channel", "position"]),
         one_pass=draw.random() < 0.5,
         momentum=draw.choice([0.1, None, 1.0]),
-        centred=draw.random() < 0.15,
+        centred=draw.random() < 0.3,
     )
     kind = geometry.kind_of(options.mass)
     samples = batch if draw.random() < 0.7 else max(1, batch // 2)
@@ -260,8 +264,16 @@ LAYERS = {
 
 
 @pytest.mark.usefixtures("_chosen")
-@pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("options", [{}, {"mass": "position", "one_pass": False}, {"mass": "position", "shift": False}])
+@pytest.mark.parametrize(
+    ("options", "signed"),
+    [
+        *itertools.product(
+            [{}, {"mass": "position", "one_pass": False}, {"mass": "position", "shift": False}], [False, True]
+        ),
+        ({"centred": True, "one_pass": False}, True),
+        ({"centred": True, "mass": "position"}, True),
+    ],
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_agree_with_the_reference(name, options, signed):
     build, shape = LAYERS[name]
@@ -276,6 +288,7 @@ def test_layers_agree_with_the_reference(name, options, signed):
     dy = torch.randn_like(y)
     gradients = torch.autograd.grad(y, inputs, dy)
     shared = {"one_pass": layer.options.one_pass, "shift": layer.shifts, "fraction": 0.5}
+    shared["centred"] = layer.options.centred
     gain = layer.gain * layer.output_scale
     if name == "linear":
         z, _, mean, mass = balanced_linear(x, layer.weight, layer.bias, gain, **shared)
@@ -295,14 +308,27 @@ def test_layers_agree_with_the_reference(name, options, signed):
     torch.testing.assert_close(layer.running_mass, mass.detach().view_as(layer.running_mass), rtol=1e-12, atol=1e-12)
 
 
-def test_the_trial_of_a_device_finds_errors(monkeypatch):
+@pytest.mark.usefixtures("_chosen")
+@pytest.mark.parametrize("mass", ["channel", "position"])
+@pytest.mark.parametrize("far", [1e3, -1e5])
+def test_inputs_far_from_zero_lose_no_digits_when_centred(far, mass):
+    layer, x = BalNormConv2d(3, 4, 3, padding=1, mass=mass, centred=True), torch.randn(6, 3, 9, 9) + far
+    layer(x)
+    true_mean, true_mass = BF.statistics(x.double(), 3, padding=1, mass=mass, centred=True)
+    torch.testing.assert_close(layer.running_mean.double(), true_mean, rtol=1e-6, atol=0)
+    torch.testing.assert_close(layer.running_mass.double(), true_mass, rtol=1e-3 if far < 0 else 1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("culprit", "which"), [("backward_rows", 6), ("sum_samples", 2)])
+def test_the_trial_of_a_device_finds_errors(culprit, which, monkeypatch):
+    """In dw, and in statistics that are centred."""
     assert triton_backend.deviation(torch.device("cpu")) < 1e-5
     run = triton_backend.run
 
     def wrong(kernel, grid, arguments, options):
         run(kernel, grid, arguments, options)
-        if kernel.__name__ == "backward_rows":
-            arguments[6].mul_(1.001)  # dw
+        if kernel.__name__ == culprit and arguments[1] is not None:
+            arguments[which].mul_(1.001)
 
     monkeypatch.setattr(triton_backend, "run", wrong)
     assert triton_backend.deviation(torch.device("cpu")) > triton_backend._TOLERANCE

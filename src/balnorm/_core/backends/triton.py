@@ -1,7 +1,8 @@
 """The closed form in Triton (``triton_kernels.py``): few launches and few passes over memory, for CUDA and ROCm.
 
-A layer costs at most three launches forward (sums of the samples; statistics; balance and moving averages) and three
-backward (effective weight; gradients of the rows; addition to dx), beside its convolution. Triton is imported for the
+A layer costs at most three launches forward (sums of the samples; statistics; balance and moving averages; centred
+ones, two more) and three backward (effective weight; gradients of the rows; addition to dx), beside its convolution.
+Triton is imported for the
 first tensor on a GPU. Without it, or with ``BALNORM_BACKEND=torch`` in the environment, torch operations do the work;
 also after an error of the compiler or of a launch, and on a device whose results differ from those of torch: before the
 first layer on a device, a small one is compared.
@@ -108,21 +109,21 @@ def forward(
     if plan is None:
         plan = _plan_forward(x, matrix, bias, gain, scale, given, averages, order, setup)
         setup.prepared[key] = plan
-    if found is None and not plan.sums:
+    if found is None and plan.sums is None:
         found = torch_backend.batch_statistics(x, setup)
-    rows = plan.rows
+    rows, centre = plan.rows, None if found is None else found.centre
     saved, out = values.new_empty(rows.size), torch.empty_like(values, dtype=x.dtype)
     out_bias, mean, mass = x.new_empty(rows.outputs), saved, saved
     if found is not None:
         mean, mass = (_expect(each.to(values.dtype), rows.statistics, values) for each in found[:2])
     try:
         with _device(values):
-            if len(plan.sums) == 1:
-                plan.sums[0](x, saved)
-            elif plan.sums:
-                partial = saved.new_empty(plan.partial)
-                plan.sums[0](x, partial)
-                plan.sums[1](partial, saved)
+            if plan.sums is not None:
+                read = x.contiguous() if plan.copies else x
+                if plan.centre is not None:
+                    of_channels = saved.new_empty(3, 1, x.shape[1], *(1,) * (x.dim() - 2))
+                    centre = plan.centre(read, None, of_channels)[0]
+                plan.sums(read, centre, saved)
             moved = (saved, saved, None) if averages is None else averages
             plan.balance(values, mean, mass, saved, gain, scale, bias, out, out_bias, *moved)
     except LaunchError as error:
@@ -136,7 +137,7 @@ def forward(
         undo = _undo(averages, saved, rows)
     elif statistics is None:
         statistics = rows.statistics_in(saved)
-    kept = (saved,) if found is None or found.centre is None else (saved, found.centre)
+    kept = (saved,) if centre is None else (saved, centre)
     copy = None if scale is None else saved[rows.scale : rows.scale + rows.outputs]
     return Forward(out, out_bias, copy, statistics, kept, undo)
 
@@ -201,7 +202,10 @@ def backward(
             if to is not None and plan.add is not None:
                 if x.dtype != to.dtype or not same_order(x, to):
                     x = torch.empty_like(to).copy_(x)
-                plan.add(to, x, partial, vector)
+                centre = None
+                if len(saved) > 1:
+                    centre = _expect(saved[1], (1, x.shape[1], *(1,) * (x.dim() - 2)), values)
+                plan.add(to, x, centre, partial, vector)
             elif plan.statistics is not None:
                 plan.statistics(partial, vector, gradients)
     except LaunchError as error:  # nothing was changed yet that torch needs
@@ -292,6 +296,7 @@ class _Samples(NamedTuple):
     grid: tuple[int, int]
     sizes: tuple[int, ...]
     divisor: int
+    centres: int
     geometry: tuple[int, ...]
     flat: bool
     by_tap: bool
@@ -302,35 +307,32 @@ class _Samples(NamedTuple):
     block_c: int
 
 
-def _samples(x: Tensor, setup: Setup, fold: bool = False) -> _Samples | None:
-    """How to take the statistics of samples, or ``None`` if torch operations have to.
-
-    That is so for centred statistics, over several processes, where the padding is a step of its own, and if no view of
-    ``x`` has one stride for all its pixels.
-    """
-    position = setup.kind == "position"
-    if setup.among is not None or setup.options.centred or (position and setup.geometry.pads_beforehand):
-        return None
-    return _divide_samples(x.shape, x.stride(), setup, fold)
+def _of_torch(setup: Setup) -> bool:
+    """Whether torch operations take the statistics: over several processes, or if the padding is a step of its own."""
+    return setup.among is not None or (setup.kind == "position" and setup.geometry.pads_beforehand)
 
 
-def _divide_samples(shape: torch.Size, strides: tuple[int, ...], setup: Setup, fold: bool) -> _Samples | None:
-    (_, channels, *size), samples, geometry = shape, setup.samples, setup.geometry
+def _is_even(x: Tensor) -> bool:
+    """Whether one stride leads from each pixel to the next."""
+    axes = [(n, s) for n, s in zip(x.shape[2:], x.stride()[2:], strict=True) if n > 1]
+    return all(outer == inner * n for (_, outer), (n, inner) in pairwise(axes))
+
+
+def _divide_samples(
+    x: Tensor, strides: tuple[int, ...], setup: Setup, fold: bool = False, of_centre: bool = False
+) -> _Samples:
+    """How to sum samples with these strides: for the statistics of :class:`Setup`, or for the centre of a channel."""
+    (_, channels, *size), samples, geometry = x.shape, setup.samples, setup.geometry
     pixels, sn, sc = math.prod(size), strides[0], strides[1]
-    axes = [(n, s) for n, s in zip(size, strides[2:], strict=True) if n > 1]
-    if any(outer != inner * n for (_, outer), (n, inner) in pairwise(axes)):
-        return None
-    if samples == 0 or pixels == 0:
-        return None
-    sp = axes[-1][1] if axes else sn
-    position = setup.kind == "position"
+    sp = next((s for n, s in zip(size[::-1], strides[:1:-1], strict=True) if n > 1), sn)
+    position = setup.kind == "position" and not of_centre
     by_tap = position and not geometry.exceeds(size)
     repeat, steps = 1, 1
     if position and not by_tap:  # every tap gets the same part of the whole channel
         repeat, steps = math.prod(geometry.kernel), 1 if geometry.transposed else math.prod(geometry.stride)
-    count = samples * geometry.divisor(size, setup.kind) * steps
+    count = samples * (pixels if of_centre else geometry.divisor(size, setup.kind) * steps)
 
-    limit, folded = samples * pixels, 1
+    centres, limit, folded = channels, samples * pixels, 1
     flat = not by_tap and (samples == 1 or sn == pixels * sp)
     if fold and flat and channels < 16 and channels == sp and (channels == 1 or sc == 1):
         # Few channels, as of RGB images: many pixels count as one with many channels, and sums are folded afterwards.
@@ -367,6 +369,7 @@ def _divide_samples(shape: torch.Size, strides: tuple[int, ...], setup: Setup, f
         grid=(-(-channels // block_c), sample_chunks * pixel_chunks),
         sizes=(samples, pixels, channels, sn, sp, sc, per_sample, per_pixel, pixel_chunks, limit),
         divisor=count,
+        centres=centres,
         geometry=(*n[1:], *o, *k[1:], *s, *p, *d),
         flat=flat,
         by_tap=by_tap,
@@ -422,11 +425,29 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options:
     return kernel[grid](*arguments, **options)
 
 
+class _Sums(NamedTuple):
+    """The launches that take statistics. If there are two, the second one adds up the ``partial`` sums of the first."""
+
+    launches: tuple[_Launch, ...]
+    partial: int
+
+    def __call__(self, x: Tensor, centre: Tensor | None, out: Tensor) -> Tensor:
+        if len(self.launches) == 1:
+            self.launches[0](x, centre, out)
+        else:
+            partial = out.new_empty(self.partial)
+            self.launches[0](x, centre, partial)
+            self.launches[1](partial, out)
+        return out
+
+
 class _ForwardPlan(NamedTuple):
     rows: _Rows
-    sums: tuple[_Launch, ...]
-    """None if torch operations take the statistics or they are given; a second one adds up the ``partial`` sums."""
-    partial: int
+    copies: bool
+    """Whether the samples have to be copied, into an order that a kernel can read."""
+    centre: _Sums | None
+    sums: _Sums | None
+    """``None`` if the statistics are given, or torch operations take them."""
     balance: _Launch
 
 
@@ -456,8 +477,12 @@ def _plan_forward(
     setup: Setup,
 ) -> _ForwardPlan:
     kernels, rows = _kernels(), _divide_rows(matrix, setup)
-    samples = None if given is not None else _samples(x, setup, fold=True)
-    sums, partial = ((), 0) if samples is None else _plan_sums(samples, rows)
+    copies, centre, sums = not _is_even(x), None, None
+    if given is None and not _of_torch(setup):
+        strides = torch.empty(x.shape, device="meta").stride() if copies else x.stride()
+        sums = _plan_sums(_divide_samples(x, strides, setup, fold=True), rows, setup.options.centred)
+        if setup.options.centred:
+            centre = _plan_sums(_divide_samples(x, strides, setup, fold=True, of_centre=True), rows)
     momentum = 0.0 if setup.options.momentum is None else float(setup.options.momentum)
     high: float = struct.unpack("f", struct.pack("f", momentum))[0]  # Triton takes numbers in float32
     balance = _Launch(
@@ -469,34 +494,33 @@ def _plan_forward(
         ),
         rows.warps, LAST=matrix.channels_last, POSITION=rows.position, ONE_PASS=setup.options.one_pass,
         SHIFT=setup.shift, GROUPED=rows.groups > 1, HAS_GAIN=gain is not None, HAS_SCALE=scale is not None,
-        HAS_BIAS=bias is not None, GIVEN=samples is None, TRACK=averages is not None,
+        HAS_BIAS=bias is not None, GIVEN=sums is None, TRACK=averages is not None,
         COUNTED=averages is not None and averages.batches is not None, ACC=rows.acc, BLOCK=rows.block,
     )  # fmt: skip
-    return _ForwardPlan(rows, sums, partial, balance)
+    return _ForwardPlan(rows, copies, centre, sums, balance)
 
 
-def _plan_sums(samples: _Samples, rows: _Rows) -> tuple[tuple[_Launch, ...], int]:
-    """The launches that take statistics, and how many partial sums the first one hands to the second."""
+def _plan_sums(samples: _Samples, rows: _Rows, centred: bool = False) -> _Sums:
     kernels, chunks, channels = _kernels(), samples.grid[1], samples.sizes[2]
     taps = rows.taps if samples.by_tap else 1
     final = chunks * samples.folded * samples.repeat == 1
     sums = _Launch(
         kernels.sum_samples,
         samples.grid,
-        (*samples.sizes, samples.divisor, taps, *samples.geometry),
-        4, BY_TAP=samples.by_tap, TAPS=_power(taps), FLAT=samples.flat, FINAL=final, TRANSPOSED=samples.transposed,
-        ACC=rows.acc, BLOCK_P=samples.block_p, BLOCK_C=samples.block_c, UNROLL=_UNROLL,
+        (*samples.sizes, samples.divisor, taps, samples.centres, *samples.geometry),
+        4, BY_TAP=samples.by_tap, TAPS=_power(taps), FLAT=samples.flat, CENTRED=centred, FINAL=final,
+        TRANSPOSED=samples.transposed, ACC=rows.acc, BLOCK_P=samples.block_p, BLOCK_C=samples.block_c, UNROLL=_UNROLL,
     )  # fmt: skip
     if final:
-        return (sums,), 0
+        return _Sums((sums,), 0)
     columns = channels * taps // samples.folded
     finish = _Launch(
         kernels.finish_statistics,
         (-(-columns // 32),),
         (chunks * samples.folded, columns, samples.divisor, samples.repeat),
-        4, ACC=rows.acc, BLOCK_R=64, BLOCK=32,
+        4, CENTRED=centred, ACC=rows.acc, BLOCK_R=64, BLOCK=32,
     )  # fmt: skip
-    return (sums, finish), 2 * chunks * channels * taps
+    return _Sums((sums, finish), (3 if centred else 2) * chunks * channels * taps)
 
 
 def _plan_effective(matrix: WeightMatrix, gain: Tensor | None, scale: Tensor | None, setup: Setup) -> _EffectivePlan:
@@ -532,8 +556,7 @@ def _plan_backward(
         "ACC": rows.acc,
         "BLOCK_B": _BLOCKS,
     }
-    samples = _samples(dx, setup)
-    if samples is None:
+    if _of_torch(setup) or not _is_even(dx):
         channels = rows.groups * rows.inputs
         launch = _Launch(
             kernels.statistics_gradient,
@@ -542,6 +565,7 @@ def _plan_backward(
             4, POSITION=rows.position, BLOCK_C=32, **constants,
         )  # fmt: skip
         return _BackwardPlan(rows, of_rows, None, launch)
+    samples = _divide_samples(dx, dx.stride(), setup)
     launch = _Launch(
         kernels.add_to_samples,
         samples.grid,
@@ -549,8 +573,8 @@ def _plan_backward(
             *samples.sizes, samples.divisor, rows.taps, *samples.geometry, rows.blocks, rows.groups, rows.inputs,
             rows.masses, rows.stored,
         ),
-        4, BY_TAP=samples.by_tap, FLAT=samples.flat, TRANSPOSED=samples.transposed, BLOCK_P=samples.block_p,
-        BLOCK_C=samples.block_c, UNROLL=_UNROLL, **constants,
+        4, BY_TAP=samples.by_tap, FLAT=samples.flat, CENTRED=setup.options.centred, TRANSPOSED=samples.transposed,
+        BLOCK_P=samples.block_p, BLOCK_C=samples.block_c, UNROLL=_UNROLL, **constants,
     )  # fmt: skip
     return _BackwardPlan(rows, of_rows, launch, None)
 
@@ -711,7 +735,6 @@ _TOLERANCE = 1e-4
 def deviation(device: torch.device) -> float:
     """How far a small layer in float32 is from one in float64, forward and backward, on the CPU by torch operations."""
     geometry = geometry_of((3, 3), stride=2, padding=1, groups=2)
-    setup = Setup(geometry, Options(mass="position"), "position", True, 3, None, True, 6, torch.float32)
 
     def numbers(*shape: int) -> Tensor:
         return torch.arange(1.0, 1.0 + math.prod(shape), dtype=torch.float64).sin_().view(shape)
@@ -720,7 +743,9 @@ def deviation(device: torch.device) -> float:
     averages = [numbers(1, 4, 3, 3), numbers(1, 4, 3, 3) + 2]
     gradients = [numbers(6, 2, 3, 3).flip(0), numbers(6).flip(0), numbers(4, 4, 5, 6).flip(0)]
 
-    def layer(backend: Any, where: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    def layer(backend: Any, where: torch.device, dtype: torch.dtype, centred: bool) -> list[Tensor]:
+        options = Options(mass="position", centred=centred)
+        setup = Setup(geometry, options, "position", True, 3, None, True, 6, torch.float32)
         x, w, gain, scale, bias = (tensor.to(where, dtype) for tensor in inputs)
         g, t, dx = (tensor.to(where, dtype, copy=True) for tensor in gradients)
         mean, mass = (tensor.to(where, dtype, copy=True) for tensor in averages)
@@ -734,8 +759,9 @@ def deviation(device: torch.device) -> float:
         results = (found.effective, found.bias, again, dw, dgain, dx, mean, mass, batches)
         return [result.to("cpu", torch.float64) for result in results]
 
-    exact = layer(torch_backend, torch.device("cpu"), torch.float64)
-    this = importlib.import_module(__name__)
-    found = layer(this, device, torch.float32)
-    differences = (float((a - b).abs().max() / a.abs().max()) for a, b in zip(exact, found, strict=True))
+    this, differences = importlib.import_module(__name__), []
+    for centred in (False, True):
+        exact = layer(torch_backend, torch.device("cpu"), torch.float64, centred)
+        found = layer(this, device, torch.float32, centred)
+        differences += [float((a - b).abs().max() / a.abs().max()) for a, b in zip(exact, found, strict=True)]
     return max(math.inf if math.isnan(difference) else difference for difference in differences)

@@ -13,6 +13,10 @@ The forward pass leaves one vector for the backward pass, ``saved``:
     mean, mass, sum of negative inputs (masses each) | total M, 1 / M, 1 / divisor (groups each; 0 without mass)
     | mean of w, positive, 1 / c (outputs each) | copy of the scale (outputs) | old running mean and mass (masses each),
     whether they moved (1)
+
+CENTRED statistics take two passes over the samples: one for the centre of each channel, and one for the mean, for the
+mass, which is that of the deviations x - centre, and for the sum of their signs, which is saved in the place of the sum
+of negative inputs.
 """
 
 import triton
@@ -165,31 +169,41 @@ def _meets(p, t, n1, n2, o0, o1, o2, k1, k2, s0, s1, s2, p0, p1, p2, d0, d1, d2,
 # --------------------------------------------------------------------------------------------------------------------
 
 _GEOMETRY = ["n1", "n2", "o0", "o1", "o2", "k1", "k2", "s0", "s1", "s2", "p0", "p1", "p2", "d0", "d1", "d2"]
-_SPLIT = ["samples", "per_sample", "per_pixel", "pixel_chunks", "count", "taps"]
+_SPLIT = ["samples", "per_sample", "per_pixel", "pixel_chunks", "count", "taps", "centres"]
 
 
 @triton.jit
-def _store_statistics(out, j, mask, total, below, field, count, FINAL: tl.constexpr, ACC: tl.constexpr):
-    """Sums as they are; or mean, mass and the sum of negative inputs. Without these, mean and mass are the same."""
+def _store_statistics(
+    out, j, mask, total, below, size, field, count, CENTRED: tl.constexpr, FINAL: tl.constexpr, ACC: tl.constexpr
+):
+    """Sums as they are; or mean, mass and ``below``, the sum of negative inputs or (CENTRED) of signs.
+
+    Without negative inputs, mean and mass are the same.
+    """
     if FINAL:
+        if not CENTRED:
+            size = total - 2 * below
         divisor = tl.zeros([], ACC) + count
         tl.store(out + j, _divide(total, divisor), mask=mask)
-        tl.store(out + field + j, _divide(total - 2 * below, divisor), mask=mask)
+        tl.store(out + field + j, _divide(size, divisor), mask=mask)
         tl.store(out + 2 * field + j, below, mask=mask)
     else:
         tl.store(out + j, total, mask=mask)
         tl.store(out + field + j, below, mask=mask)
+        if CENTRED:
+            tl.store(out + 2 * field + j, size, mask=mask)
 
 
 @triton.jit(do_not_specialize=_GEOMETRY + _SPLIT)
 def sum_samples(
-    x, out, samples, pixels, channels, sn, sp, sc, per_sample, per_pixel, pixel_chunks, limit, count, taps,
-    n1, n2, o0, o1, o2, k1, k2, s0, s1, s2, p0, p1, p2, d0, d1, d2,
-    BY_TAP: tl.constexpr, TAPS: tl.constexpr, FLAT: tl.constexpr, FINAL: tl.constexpr, TRANSPOSED: tl.constexpr,
-    ACC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, UNROLL: tl.constexpr,
+    x, centre, out, samples, pixels, channels, sn, sp, sc, per_sample, per_pixel, pixel_chunks, limit, count, taps,
+    centres, n1, n2, o0, o1, o2, k1, k2, s0, s1, s2, p0, p1, p2, d0, d1, d2,
+    BY_TAP: tl.constexpr, TAPS: tl.constexpr, FLAT: tl.constexpr, CENTRED: tl.constexpr, FINAL: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ACC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """out (2, chunks, channels, taps): sums of a chunk of samples and pixels, and of its negative ones.
 
+    CENTRED: out (3, ...), sums of it, of the signs of its deviations from ``centre`` (centres), and of their sizes.
     They are sums of all of it or (BY_TAP) for each tap. FLAT: a "sample" is a run of BLOCK_P pixels, ``limit`` of them
     in all. FINAL: there is one chunk, and ``out`` gets the statistics.
     """
@@ -202,8 +216,11 @@ def sum_samples(
     last = tl.minimum(first + per_sample, samples)
     begin = pixel_chunk * per_pixel * BLOCK_P  # in blocks, so that the compiler knows what it is a multiple of
     end = tl.minimum(begin + per_pixel * BLOCK_P, pixels)
-    acc, low = tl.zeros([BLOCK_P, BLOCK_C], ACC), tl.zeros([BLOCK_P, BLOCK_C], ACC)
-    sums, below = tl.zeros([TAPS, BLOCK_C], ACC), tl.zeros([TAPS, BLOCK_C], ACC)
+    none, nothing = tl.zeros([BLOCK_P, BLOCK_C], ACC), tl.zeros([TAPS, BLOCK_C], ACC)
+    acc, low, size = none, none, none
+    sums, below, sizes = nothing, nothing, nothing
+    if CENTRED:
+        middle = tl.load(centre + c % centres, mask=c < channels, other=0.0)[None, :]
     tap = tl.arange(0, TAPS)
     for start in range(begin, end, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
@@ -216,41 +233,53 @@ def sum_samples(
                     mask = mask & ((wide + n + i) * BLOCK_P + p < limit)[:, None]
                 value = _to(tl.load(address + (wide + n + i) * sn, mask=mask, other=0.0), ACC)
                 acc += value
-                low += tl.where(value < 0, value, 0.0)
+                if CENTRED:
+                    low += tl.where(mask, tl.where(value < middle, -1.0, 1.0), 0.0)
+                    size += tl.where(mask, tl.abs(value - middle), 0.0)
+                else:
+                    low += tl.where(value < 0, value, 0.0)
         if BY_TAP:  # a kernel of one tap with a stride does not meet everything either
             for t in range(taps):
                 met = _meets(p, t, n1, n2, o0, o1, o2, k1, k2, s0, s1, s2, p0, p1, p2, d0, d1, d2, TRANSPOSED)
                 here = (tap == t)[:, None]
                 sums += tl.where(here, tl.sum(tl.where(met[:, None], acc, 0.0), axis=0)[None, :], 0.0)
                 below += tl.where(here, tl.sum(tl.where(met[:, None], low, 0.0), axis=0)[None, :], 0.0)
-            acc, low = tl.zeros([BLOCK_P, BLOCK_C], ACC), tl.zeros([BLOCK_P, BLOCK_C], ACC)
+                if CENTRED:
+                    sizes += tl.where(here, tl.sum(tl.where(met[:, None], size, 0.0), axis=0)[None, :], 0.0)
+            acc, low, size = none, none, none
     if not BY_TAP:
         sums += tl.sum(acc, axis=0)[None, :]
         below += tl.sum(low, axis=0)[None, :]
+        if CENTRED:
+            sizes += tl.sum(size, axis=0)[None, :]
     j = (wide + chunk) * channels * taps + c[None, :] * taps + tap[:, None]
     mask = (c < channels)[None, :] & (tap < taps)[:, None]
-    _store_statistics(out, j, mask, sums, below, (wide + tl.num_programs(1)) * channels * taps, count, FINAL, ACC)
+    field = (wide + tl.num_programs(1)) * channels * taps
+    _store_statistics(out, j, mask, sums, below, sizes, field, count, CENTRED, FINAL, ACC)
 
 
 @triton.jit(do_not_specialize=["blocks", "count", "repeat"])
 def finish_statistics(
-    partial, out, blocks, columns, count, repeat, ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The statistics (columns, repeat) from partial (2, blocks, columns)."""
+    partial, out, blocks, columns, count, repeat,
+    CENTRED: tl.constexpr, ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The statistics (columns, repeat) from partial (2, blocks, columns), or (3, ...) if CENTRED."""
     wide = tl.full([], 0, tl.int64)
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    acc, low = tl.zeros([BLOCK_R, BLOCK], ACC), tl.zeros([BLOCK_R, BLOCK], ACC)
+    none = tl.zeros([BLOCK_R, BLOCK], ACC)
+    acc, low, size = none, none, none
     for start in range(0, blocks, BLOCK_R):
         b = start + tl.arange(0, BLOCK_R)
         mask = (b < blocks)[:, None] & (j < columns)[None, :]
         at = partial + (wide + b)[:, None] * columns + j[None, :]
         acc += tl.load(at, mask=mask, other=0.0)
         low += tl.load(at + (wide + blocks) * columns, mask=mask, other=0.0)
-    total, below = tl.sum(acc, axis=0), tl.sum(low, axis=0)
+        if CENTRED:
+            size += tl.load(at + (wide + blocks) * 2 * columns, mask=mask, other=0.0)
+    total, below, sizes = tl.sum(acc, axis=0), tl.sum(low, axis=0), tl.sum(size, axis=0)
     for t in range(repeat):
-        _store_statistics(
-            out, (wide + j) * repeat + t, j < columns, total, below, (wide + columns) * repeat, count, True, ACC
-        )
+        at, field = (wide + j) * repeat + t, (wide + columns) * repeat
+        _store_statistics(out, at, j < columns, total, below, sizes, field, count, CENTRED, True, ACC)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -638,15 +667,17 @@ def statistics_gradient(
 
 @triton.jit(do_not_specialize=_GEOMETRY + _SPLIT + ["blocks", "groups", "inputs", "masses", "stored"])
 def add_to_samples(
-    dx, x, partial, saved, samples, pixels, channels, sn, sp, sc, per_sample, per_pixel, pixel_chunks, limit, count,
-    taps, n1, n2, o0, o1, o2, k1, k2, s0, s1, s2, p0, p1, p2, d0, d1, d2, blocks, groups, inputs, masses, stored,
-    BY_TAP: tl.constexpr, FLAT: tl.constexpr, TRANSPOSED: tl.constexpr, LAST: tl.constexpr, SHIFT: tl.constexpr,
-    GROUPED: tl.constexpr, LONE: tl.constexpr, ACC: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr, UNROLL: tl.constexpr,
+    dx, x, centre, partial, saved, samples, pixels, channels, sn, sp, sc, per_sample, per_pixel, pixel_chunks, limit,
+    count, taps, n1, n2, o0, o1, o2, k1, k2, s0, s1, s2, p0, p1, p2, d0, d1, d2, blocks, groups, inputs, masses, stored,
+    BY_TAP: tl.constexpr, FLAT: tl.constexpr, CENTRED: tl.constexpr, TRANSPOSED: tl.constexpr, LAST: tl.constexpr,
+    SHIFT: tl.constexpr, GROUPED: tl.constexpr, LONE: tl.constexpr, ACC: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """dx += what comes back through the statistics: a constant for each channel or (BY_TAP) an image, for all samples.
 
-    Where x < 0 that is another one. A program whose channels have no negative inputs does not read x.
+    Where x < 0 that is another one. A program whose channels have no negative inputs does not read x. CENTRED: where
+    x < centre. The centre moves with every sample: what comes back through it is the mean of what comes back through
+    the mass, which follows from the sums of signs.
     """
     wide = tl.full([], 0, tl.int64)
     chunk = tl.program_id(1)
@@ -662,13 +693,8 @@ def add_to_samples(
     through_floor = tl.zeros([], ACC)
     if GROUPED:
         through_floor = _through_floor(partial, of_groups, blocks, groups, inputs * taps, ACC)
-    found = tl.zeros([BLOCK_C], tl.int32)
-    for t in range(stored):
-        below = tl.load(saved + 2 * masses + c * stored + t, mask=c < channels, other=0.0)
-        found += (below != 0).to(tl.int32)
-    signed = tl.sum(found, axis=0)
-    mean, mass = tl.zeros([BLOCK_C], ACC), tl.zeros([BLOCK_C], ACC)
-    if not BY_TAP:
+    mean, mass, through = tl.zeros([BLOCK_C], ACC), tl.zeros([BLOCK_C], ACC), tl.zeros([BLOCK_C], ACC)
+    if CENTRED or not BY_TAP:
         for t in range(taps):
             dmean, dmass = _gradient_at(
                 partial, of_groups, through_floor, c, t, channels, blocks, groups, inputs, taps, LAST, SHIFT, GROUPED,
@@ -676,12 +702,26 @@ def add_to_samples(
             )  # fmt: skip
             mean += dmean
             mass += dmass
-    means = tl.zeros([BLOCK_P, BLOCK_C], ACC) + _divide(mean, divisor)[None, :]
-    masses_of = tl.zeros([BLOCK_P, BLOCK_C], ACC) + _divide(mass, divisor)[None, :]
+            if CENTRED:
+                signs = tl.load(saved + 2 * masses + c * stored + t % stored, mask=c < channels, other=0.0)
+                through += dmass * signs
+    none = tl.zeros([BLOCK_P, BLOCK_C], ACC)
+    middle, reads = none, none == 0
+    if CENTRED:
+        middle = none + tl.load(centre + c, mask=c < channels, other=0.0)[None, :]
+        through = _divide(_divide(through, divisor), tl.zeros([], ACC) + limit)
+    else:
+        found = tl.zeros([BLOCK_C], tl.int32)
+        for t in range(stored):
+            below = tl.load(saved + 2 * masses + c * stored + t, mask=c < channels, other=0.0)
+            found += (below != 0).to(tl.int32)
+        reads = none + tl.sum(found, axis=0) > 0
+    means = none + (_divide(mean, divisor) - through)[None, :]
+    masses_of = none + _divide(mass, divisor)[None, :]
     for start in range(begin, end, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
         if BY_TAP:
-            means, masses_of = tl.zeros([BLOCK_P, BLOCK_C], ACC), tl.zeros([BLOCK_P, BLOCK_C], ACC)
+            means, masses_of = none - through[None, :], none
             for t in range(taps):
                 dmean, dmass = _gradient_at(
                     partial, of_groups, through_floor, c, t, channels, blocks, groups, inputs, taps, LAST, SHIFT,
@@ -699,6 +739,6 @@ def add_to_samples(
                 if FLAT:
                     mask = mask & ((wide + n + i) * BLOCK_P + p < limit)[:, None]
                 at = offset + (wide + n + i) * sn
-                looked = tl.load(x + at, mask=mask & (p * 0 + signed > 0)[:, None], other=0.0)
-                value = _to(tl.load(dx + at, mask=mask, other=0.0), ACC) + tl.where(looked < 0, minus, plus)
+                looked = _to(tl.load(x + at, mask=mask & reads, other=0.0), ACC)
+                value = _to(tl.load(dx + at, mask=mask, other=0.0), ACC) + tl.where(looked < middle, minus, plus)
                 tl.store(dx + at, _to(value, dx.dtype.element_ty), mask=mask)
