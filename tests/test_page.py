@@ -1,6 +1,7 @@
 """The report's page in a real browser. Needs a Chromium (Debian: apt install chromium) and playwright."""
 
 import importlib.util
+import re
 import shutil
 from pathlib import Path
 
@@ -149,6 +150,22 @@ def test_a_panel_of_diverged_runs_says_so(browser, tmp_path):
         said = page.locator(".panel svg").filter(has_text="diverged")
         assert said.count() == 2  # of test and of training loss
         assert all("lr=3.0" in panel.text_content() for panel in said.all())
+
+
+def test_figures_in_files_have_dark_colours_too(browser, study):
+    colours = """() => [["path", "fill"], ["text", "fill"], ["use", "stroke"]].map(([name, what]) =>
+        getComputedStyle(document.querySelector(name))[what])"""
+    found = {}
+    for scheme in ("light", "dark"):
+        with browser.new_context(color_scheme=scheme) as context:
+            page = context.new_page()
+            page.goto((study["norms"].parent / "accuracy.svg").as_uri())
+            found[scheme] = [sum(map(int, re.findall(r"\d+", colour))) / 3 for colour in page.evaluate(colours)]
+    (paper, text, axis), (dark_paper, dark_text, dark_axis) = found["light"], found["dark"]
+    assert (paper, text, axis) == (255, 0, 0)
+    assert dark_paper < 30
+    assert dark_text > 220
+    assert dark_axis > 150
 
 
 def test_the_search_of_the_site_needs_no_server(browser, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
-import io
 import math
 import os
 import platform
@@ -32,6 +31,7 @@ from balnorm.bench.norms import NORMS
 from balnorm.bench.recipes import RECIPES, get_recipe
 from balnorm.bench.study.executors import Executor, LocalExecutor, RayExecutor, Resources
 from balnorm.bench.study.packed import METRICS, STUDY, write_packed
+from balnorm.bench.study.plots import picture
 from balnorm.bench.study.report import write_report
 from balnorm.bench.study.results import read_results
 from balnorm.bench.study.runner import combinations, cores, dry_run, plan, run_study
@@ -565,9 +565,7 @@ def _inspect(arguments: list[str]) -> None:
     report = balance_report(saved.model, test_batch(saved, options.root, options.images))
     print(report)
     if options.figure is not None:
-        picture = io.BytesIO()
-        report.figure().savefig(picture, format=options.figure.suffix[1:])
-        write_atomically(options.figure, picture.getvalue())
+        write_atomically(options.figure, picture(report.figure(), options.figure.suffix[1:]))
         print(f"\nfigure: {options.figure}")
 
 

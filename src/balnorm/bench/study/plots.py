@@ -1,4 +1,4 @@
-"""Figures as files, for papers: SVG, PNG and PDF. The same study gives the same bytes."""
+"""Figures as files: SVG, PNG and PDF. The same study gives the same bytes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from balnorm.bench.study.figures import Figure, Panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
 
-__all__ = ["FORMATS", "figure_files"]
+__all__ = ["FORMATS", "figure_files", "picture"]
 
 FORMATS = ("svg", "png", "pdf")
 
@@ -32,6 +33,14 @@ _LOOK: dict[Any, Any] = {
     "svg.hashsalt": "balnorm",  # otherwise the names inside differ every time
     "svg.fonttype": "none",
     "text.parse_math": False,  # a dollar sign in a name is just that
+}
+_DARK = {  # for whoever prefers dark pages; the methods keep their colours
+    "fill: #ffffff": "12161b",
+    "fill: #666666": "9aa4af",
+    "stroke: #000000": "9aa4af",
+    "stroke: #404040": "b7c0c9",
+    "stroke: #4c4c4c": "b7c0c9",
+    "stroke: #e6e6e6": "2b333c",
 }
 _WIDTH, _HEIGHT, _COLUMNS = 3.4, 2.7, 3
 _DASHES = {"solid": "-", "dashed": (0, (4, 1.6)), "dotted": (0, (1, 1.4))}
@@ -61,11 +70,22 @@ def figure_files(figure: Figure, formats: Sequence[str] = FORMATS) -> dict[str, 
         canvas.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=beside, handlelength=3)
         canvas.suptitle(printable(figure.title), fontsize=10.5, fontweight="bold")
         for kind in formats:
-            buffer = io.BytesIO()
-            metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-            canvas.savefig(buffer, format=kind, dpi=150, metadata=metadata)
-            files[f"{figure.key}.{kind}"] = buffer.getvalue()
+            files[f"{figure.key}.{kind}"] = picture(canvas, kind)
     return files
+
+
+def picture(canvas: Canvas, kind: str) -> bytes:
+    """The contents of a file with a drawing of matplotlib's. An SVG also has colours for dark pages."""
+    buffer = io.BytesIO()
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    canvas.savefig(buffer, format=kind, dpi=150, metadata=metadata)
+    if kind != "svg":
+        return buffer.getvalue()
+    rules = ["svg { fill: #e6edf3 }"]  # the text, which has no colour of its own
+    for light, dark in _DARK.items():
+        rules.append(f'[style*="{light}"] {{ {light.split(":")[0]}: #{dark} !important }}')
+    sheet = f"\n   @media (prefers-color-scheme: dark) {{ {' '.join(rules)} }}</style>"
+    return buffer.getvalue().replace(b"</style>", sheet.encode(), 1)
 
 
 def _draw(panel: Panel, axes: Axes, figure: Figure) -> None:
