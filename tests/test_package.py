@@ -7,10 +7,13 @@ import re
 import runpy
 import subprocess
 import sys
+import types
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
 import balnorm
 import balnorm_command
@@ -212,19 +215,76 @@ def test_python_in_the_documents_runs(document, tmp_path, monkeypatch):
         exec(compile(block, document, "exec"), program)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
-def test_the_conversion_example_runs(tmp_path):
-    example = ROOT / "examples" / "convert_timm.py"
-    assert len(example.read_text().splitlines()) < 40
-    program = "import runpy, sys; from benchmarks.zoo import import_timm; import_timm(); runpy.run_path(sys.argv[1])"
-    command = [sys.executable, "-W", "ignore", "-c", program, str(example)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+def run_example(name, folder):
+    """What an example prints that wants packages of others: torchvision, which some import, has to be mended first."""
+    program = """if True:
+        import runpy, sys
+        from benchmarks.zoo import import_timm
+        import_timm()
+        runpy.run_path(sys.argv[1], run_name="__main__")
+    """
+    command = [sys.executable, "-W", "ignore", "-c", program, str(ROOT / "examples" / name)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    accuracy = re.search(r"test accuracy ([\d.]+)%", done.stdout)
+    return done.stdout
+
+
+def needs(package):
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+@pytest.mark.slow
+@needs("timm")
+def test_the_conversion_example_runs(tmp_path):
+    assert len((ROOT / "examples" / "convert_timm.py").read_text().splitlines()) < 40
+    accuracy = re.search(r"test accuracy ([\d.]+)%", run_example("convert_timm.py", tmp_path))
     assert float(accuracy[1]) > 80
     assert (tmp_path / "digits.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        pytest.param("timm", marks=[pytest.mark.slow, needs("timm")]),
+        pytest.param("accelerate", marks=needs("accelerate")),
+        pytest.param("lightning", marks=needs("lightning")),
+    ],
+)
+def test_the_examples_of_averaged_weights_run(tmp_path, package):
+    *_, accuracy = re.findall(r"([\d.]+)%", run_example(f"{package}_averages.py", tmp_path))
+    assert float(accuracy) > 80
+
+
+def test_the_callback_of_the_lightning_example(monkeypatch):
+    """With the few things of Lightning that it uses, because Lightning is none of the packages of the tests."""
+    for name in ("lightning", "lightning.pytorch", "lightning.pytorch.callbacks"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["lightning"].LightningModule = torch.nn.Module
+    sys.modules["lightning.pytorch.callbacks"].Callback = object
+    sys.modules["lightning.pytorch.callbacks"].EMAWeightAveraging = None
+    callback = runpy.run_path(str(ROOT / "examples" / "lightning_averages.py"))["RenewStatistics"](batches=2)
+
+    batches = [(torch.full((4, 1, 2, 2), value), None) for value in (1.0, 5.0, 100.0)]
+    model = torch.nn.Sequential(balnorm.BalNormConv2d(1, 3, 1))
+    trainer = types.SimpleNamespace(
+        state=types.SimpleNamespace(fn="fit"),
+        sanity_checking=True,
+        train_dataloader=batches,
+        strategy=types.SimpleNamespace(batch_to_device=lambda batch: batch),
+        precision_plugin=types.SimpleNamespace(convert_input=lambda batch: batch, forward_context=nullcontext),
+    )
+    callback.on_validation_epoch_start(trainer, model)
+    assert model[0].num_batches_tracked == 0
+    trainer.sanity_checking = False
+    callback.on_validation_epoch_start(trainer, model)
+    assert model[0].running_mass.item() == 3
+    trainer.train_dataloader = [(7 * torch.ones(1, 1, 2, 2), None)]
+    trainer.state.fn = "validate"
+    callback.on_validation_epoch_start(trainer, model)
+    assert model[0].running_mass.item() == 3
+    callback.on_train_end(trainer, model)
+    assert model[0].running_mass.item() == 7
 
 
 def test_the_tutorial_runs(tmp_path):
