@@ -580,7 +580,7 @@ IMPOSSIBLE = {
     "line 1 has True for peak_memory, which is impossible": [{**GOOD, "peak_memory": True}],
     "line 2 is epoch 3 instead of 2": [GOOD, {**GOOD, "epoch": 3}],
     "line 3 is epoch 3 of a run of 2": [{**GOOD, "epoch": epoch} for epoch in (1, 2, 3)],
-    "line 2 goes on after the run diverged": [{"epoch": 1, "diverged": True, "seconds": 1.0}, {**GOOD, "epoch": 2}],
+    "line 2 comes after the run diverged": [{"epoch": 1, "diverged": True, "seconds": 1.0}, {**GOOD, "epoch": 2}],
 }
 
 

@@ -234,7 +234,7 @@ def test_idx_files(tmp_path, monkeypatch, name, packed):
     if not packed:
         path = tmp_path / name / "t10k-images-idx3-ubyte"
         path.write_bytes(path.read_bytes()[:-5])
-        with pytest.raises(DataError, match=r"31355 bytes where its header says \(40, 28, 28\)"):
+        with pytest.raises(DataError, match=r"31355 bytes, and its header says \(40, 28, 28\)"):
             load(name, tmp_path, "test")
         path.write_bytes(b"\x80\x04hostile")
         with pytest.raises(DataError, match="does not start as an idx file"):

@@ -158,7 +158,7 @@ def test_schedules():
         ({"lr": float("inf")}, "lr must be finite, got inf"),
         ({"seed": -1}, r"seed must be from 0 to below 2\*\*63, got -1"),
         ({"seed": 2**63}, r"seed must be from 0 to below 2\*\*63, got 9223372036854775808"),
-        ({"label_smoothing": 0.1, "mixup": "input"}, "label_smoothing goes with cross_entropy"),
+        ({"label_smoothing": 0.1, "mixup": "input"}, "label_smoothing needs cross_entropy"),
         ({"sync_stats": True, "norm": "lrn"}, "sync_stats is for balnorm and batchnorm, not for lrn"),
         ({"optimizer": "adamw"}, r"lr 0.1 is one for sgd: adamw moves .* give it 0.03 at most"),
     ],

@@ -91,7 +91,7 @@ class StudyRecipe(Recipe):
 
 @dataclass(frozen=True)
 class Grid:
-    """Which runs there are, and where."""
+    """The runs, and where to train them."""
 
     norms: tuple[NormName, ...] = ("balnorm", "batchnorm", "groupnorm", "none")
     """The normalisations to compare."""
@@ -362,7 +362,7 @@ def _varied(
 
 
 def _experiment_options(function: Callable[..., Any]) -> type:
-    """What :class:`Compare` is for a recipe: the arguments of a function of the user's own, and the grid."""
+    """As :class:`Compare` for a recipe: the arguments of a user's function, and the grid."""
     found = function_options(function, [each.name for each in fields(ExperimentGrid)])
     norm = found.pop("norm")[0]
     norms = ("norms", types.GenericAlias(tuple, (norm, ...)), field(default=get_args(norm) or MISSING))  # of a Literal

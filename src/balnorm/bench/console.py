@@ -82,7 +82,7 @@ def remark(*sentences: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Escape what a terminal would obey, and what fonts and files lack, such as bytes of a name that is not UTF-8."""
+    """Escape control characters, and those that fonts and files lack, such as bytes of a name that is not UTF-8."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -91,10 +91,10 @@ def _opened(stream: Any, number: int) -> Output:
     if stream is not None:
         return Output(stream)
     opened = -1
-    while opened < number:  # those below may be closed too
+    while opened < number:  # lower numbers may be closed too
         opened = os.open(os.devnull, os.O_RDWR)
         os.set_inheritable(opened, True)
-    output = Output(open(number, "w", closefd=False))  # noqa: SIM115  # for as long as the process runs
+    output = Output(open(number, "w", closefd=False))  # noqa: SIM115  # until the process ends
     output.error = OSError(errno.EBADF, os.strerror(errno.EBADF))
     return output
 

@@ -1,4 +1,4 @@
-"""How a command can end other than in success, and how to say so."""
+"""The ways in which a command can fail, and how to report them."""
 
 __all__ = ["Failure", "Stopped", "many", "one_line", "sentence", "shortened"]
 
@@ -29,5 +29,5 @@ def one_line(error: BaseException) -> str:
 
 
 def shortened(text: str, most: int = 2000) -> str:
-    """A text of at most about so many characters: the middle of a longer one is left out."""
+    """A text cut to about ``most`` characters: the middle of a longer one is left out."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

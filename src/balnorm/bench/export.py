@@ -34,7 +34,7 @@ class Saved:
     """How many epochs are done."""
     state: Literal["unfinished", "finished", "diverged"]
     remark: str | None = None
-    """What was wrong with the checkpoint, if the previous one was loaded instead."""
+    """The fault in the checkpoint, if the previous one was loaded instead."""
 
 
 def load_saved(path: str | Path) -> Saved:
@@ -52,7 +52,7 @@ def load_saved(path: str | Path) -> Saved:
 
 
 def _saved(state: dict[str, Any]) -> Saved:
-    """The network of a state. Raises some error if the state does not fit together."""
+    """The network of a state. Raises an error of some type if the state does not fit together."""
     check_contents(state)
     recipe, images = Recipe.from_dict(state["recipe"]), ImageSpec(**state["images"])
     weights: dict[str, Any] = state["model"]
@@ -83,15 +83,15 @@ def test_batch(saved: Saved, root: str | Path, images: int) -> Tensor:
 def export_folded(saved: Saved, out: Path) -> None:
     """Write the network with its balanced layers folded to plain convolutions.
 
-    The file's ending says as what: ``.pt`` is a state dict, which ``create_model(..., norm="none")`` loads; ``.pt2``
-    a program of :mod:`torch.export`; ``.onnx`` a model for ONNX Runtime and others (it needs the package onnxscript).
-    Both programs take pixels in [0, 1], channels first, in batches of any size.
+    The file's ending selects the format: ``.pt`` is a state dict, which ``create_model(..., norm="none")`` loads;
+    ``.pt2`` a program of :mod:`torch.export`; ``.onnx`` a model for ONNX Runtime and others (it needs the package
+    onnxscript). Both programs take pixels in [0, 1], channels first, in batches of any size.
     """
     from balnorm.surgery import fold
 
     kinds = (".pt", ".pt2", ".onnx")
     if out.name == "checkpoint.pt":
-        raise ValueError(f"{out} is what a run keeps its own state in: choose another name")
+        raise ValueError(f"{out} holds the state of a run: choose another name")
     if out.suffix not in kinds:
         raise ValueError(f"the file to write must end in {', '.join(kinds)}, got {out}")
     if not any(isinstance(module, BalNormLayer) for module in saved.model.modules()):

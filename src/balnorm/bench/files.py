@@ -68,7 +68,7 @@ def locked(path: Path, *, wait: bool) -> Iterator[bool]:
     try:
         lock.acquire(blocking=wait)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:  # as of a Timeout, which is one
+        if error.errno not in _NO_LOCKS:  # a Timeout is one
             raise
     try:
         yield lock.is_locked

@@ -139,7 +139,7 @@ def group_norm(channels: int) -> nn.Module:
 
 
 def layer_norm(channels: int) -> nn.Module:
-    """Over channels and space together, as the paper of group normalisation has it for convolutions."""
+    """Over channels and space together, as the paper of group normalisation defines it for convolutions."""
     return nn.GroupNorm(1, channels)
 
 
@@ -208,9 +208,9 @@ class BatchRenorm2d(nn.Module):
         d = \mathrm{clip}\left(\frac{\mu_B - \mu}{\sigma}, -d_{max}, d_{max}\right)
 
     r and d are constants for the gradient. Their limits open as training proceeds, see :meth:`limits`; the training
-    loop says how far it is with :func:`set_progress`. The running mean and standard deviation move by
-    ``max(momentum, 1 / num_batches_tracked)`` at each batch, in float32 whatever the input is. In eval mode they
-    normalise. Under activation checkpointing the repeated forward pass takes r and d from the statistics of then.
+    loop reports its progress with :func:`set_progress`. The running mean and standard deviation move by
+    ``max(momentum, 1 / num_batches_tracked)`` at each batch, in float32 for any input. Eval mode normalises
+    with them. With activation checkpointing, the repeated forward pass takes r and d from the statistics at that time.
 
     S. Ioffe, `Batch Renormalization <https://arxiv.org/abs/1702.03275>`_.
     """
@@ -231,10 +231,10 @@ class BatchRenorm2d(nn.Module):
         self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long))
 
     def limits(self) -> tuple[Tensor, Tensor]:
-        """r_max and d_max at this point of training.
+        """r_max and d_max at this point in training.
 
-        The paper trains for 130,000 steps until BatchNorm is at its best; it keeps r_max = 1 and d_max = 0, plain
-        BatchNorm, for the first 5,000, and opens them to r_max = 3 at step 40,000 and d_max = 5 at step 25,000.
+        The paper trains for 130,000 steps until BatchNorm is at its best; it keeps r_max = 1 and d_max = 0, which
+        is BatchNorm, for the first 5,000, and opens them to r_max = 3 at step 40,000 and d_max = 5 at step 25,000.
         """
         step = self.progress * 130_000
         r_max = 1.0 + 2.0 * ((step - 5_000) / 35_000).clamp(0.0, 1.0)
@@ -367,10 +367,10 @@ class Normalization:
 
     Attributes:
         conv: makes a convolution, with the arguments of :class:`torch.nn.Conv2d` up to ``groups``. Its weights start
-            normal with variance 2 / fan_out (He et al.), and it has a bias unless the norm beside it takes that away.
+            normal with variance 2 / fan_out (He et al.), and it has a bias unless the norm beside it would cancel that.
         norm: makes the layer beside the convolution, for a number of channels.
         source: the publication.
-        options: what :func:`get_norm` can change about it, by name.
+        options: the names of the options that :func:`get_norm` takes for it.
         activation: makes the layer after the norm, for a number of channels: a ReLU, unless the method has its own.
             With ``inplace=True`` it may overwrite its input.
         follows_progress: whether its layers need to know, from :func:`set_progress`, how far training is.
@@ -388,7 +388,7 @@ def get_norm(norm: str | Normalization, **options: Any) -> Normalization:
     """A normalisation by name, or the one given, with options of its layers.
 
     The options of ``balnorm`` are keyword arguments of :class:`balnorm.BalNormConv2d`, and ``centre_stream``, which
-    puts a :class:`balnorm.ChannelCentre` where BatchNorm stood: for pre-activation networks. ``batchnorm`` has
+    puts a :class:`balnorm.ChannelCentre` in BatchNorm's place: for pre-activation networks. ``batchnorm`` has
     ``stats_fraction``.
     """
     if isinstance(norm, str) and norm not in NORMS:

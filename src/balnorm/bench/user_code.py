@@ -1,4 +1,4 @@
-"""Code of the user's own: how a command finds a function by its name, and the model that the function builds."""
+"""The user's code: how a command finds a function by its name, and the model that the function builds."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["OwnModel", "load_function", "load_model", "names_a_function", "reaso
 
 
 class OwnModel(NamedTuple):
-    """What a function of the user's own built."""
+    """The model that a user's function built."""
 
     model: nn.Module
     inputs: tuple[Tensor, ...]
-    """Its arguments: of the shapes that the command gives, or else what the function returned with the model."""
+    """Its arguments: of the shapes that the command gives, or else those that the function returned with it."""
 
 
 def names_a_function(text: str) -> bool:
@@ -54,10 +54,10 @@ def load_function(place: Path | str, name: str) -> Callable[..., Any]:
 
 
 def load_model(target: str, shapes: Sequence[str] = ()) -> OwnModel:
-    """Call a function of the user's own, such as ``package.module:build``, which takes no arguments, for its model.
+    """Call a user's function, such as ``package.module:build``, which takes no arguments, for its model.
 
-    It returns a module, or a module and its example input (a tensor or a tuple of tensors). ``shapes`` take the
-    place of the latter: one for each argument, as ``"1,3,224,224"``, filled with random numbers from 0 to 1.
+    It returns a module, or a module and its example input (a tensor or a tuple of tensors). ``shapes`` replace
+    the latter: one for each argument, as ``"1,3,224,224"``, filled with random numbers from 0 to 1.
     """
     inputs = tuple(torch.rand(_shape(text)) for text in shapes)  # first: a mistake in it needs no model
     place, _, name = target.rpartition(":")
@@ -66,7 +66,7 @@ def load_model(target: str, shapes: Sequence[str] = ()) -> OwnModel:
         inspect.signature(function).bind()
     except TypeError as error:
         raise ValueError(f"{target} must work without arguments ({error}): give each of them a default") from None
-    except ValueError:  # of some functions nothing is known
+    except ValueError:  # some functions have no signature
         pass
     try:
         built = function()
@@ -85,7 +85,7 @@ def load_model(target: str, shapes: Sequence[str] = ()) -> OwnModel:
 
 
 def reason(error: Exception, file: Path) -> str:
-    """What went wrong in a file of the user's own, and in which line of it."""
+    """What went wrong in a user's file, and in which line."""
     if isinstance(error, Failure):
         return one_line(error)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
@@ -101,7 +101,7 @@ def _file_of(function: Callable[..., Any]) -> Path:
 
 
 def _module_of(file: Path) -> types.ModuleType:
-    """Import a file as Python would run it, with its own folder on the path."""
+    """Import a file as Python would run it, with its folder on the path."""
     if not file.is_file():
         raise ValueError(f"there is no file {file}: give a Python file and a function, as experiment.py:train")
     if str(file.parent) not in sys.path:
@@ -110,7 +110,7 @@ def _module_of(file: Path) -> types.ModuleType:
     assert spec is not None  # it ends in .py
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(file.stem, module)  # which its classes need, and which replaces no other module
+    sys.modules.setdefault(file.stem, module)  # its classes need this; it replaces no other module
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the file is the user's: anything can happen

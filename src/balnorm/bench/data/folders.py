@@ -1,4 +1,4 @@
-"""Images in one folder per class, too many for memory: ImageNet, or your own. Worker processes decode them."""
+"""Images in one folder per class, too many for memory, such as ImageNet. Worker processes decode them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["IMAGENET_STATISTICS", "FolderLoader", "ImageFolder"]
 IMAGENET_STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """The customary mean and standard deviation of ImageNet's pixels in each channel."""
 
-# What a file may be by its name, and nothing else: for some formats, Pillow starts other programs. ImageNet has a PNG
+# The formats that a file may have, by its name: for others, Pillow may start other programs. ImageNet has a PNG
 # file that is called .JPEG.
 _FORMATS = {".jpg": ("JPEG", "PNG"), ".jpeg": ("JPEG", "PNG"), ".png": ("PNG",), ".bmp": ("BMP",), ".webp": ("WEBP",)}
 _FORMATS |= {".gif": ("GIF",), ".tif": ("TIFF",), ".tiff": ("TIFF",), ".ppm": ("PPM",)}
@@ -56,7 +56,7 @@ class ImageFolder:
         """Find the images in ``root/train`` (or ``root/val``), which has one folder per class.
 
         Classes are numbered in the alphabetical order of the training folders, as is usual for ImageNet, or as in
-        ``classes`` where those folders are not at hand. Every class has to have images. ``limit`` is that of
+        ``classes`` if those folders are missing. Every class has to have images. ``limit`` is that of
         :func:`balnorm.bench.data.load`.
         """
         root = Path(root)
@@ -100,7 +100,9 @@ def _class_folders(folder: Path) -> list[str]:
     except OSError as error:
         raise DataError(f"{folder} cannot be read ({error.strerror}): check its permissions") from error
     if not names:
-        raise DataError(f"{folder} has no folders: put the images of each class into one of its own, named as in train")
+        raise DataError(
+            f"{folder} has no folders: put the images of each class into a separate folder, named as in train"
+        )
     return names
 
 
@@ -182,7 +184,7 @@ class FolderLoader:
 
 
 _Item = tuple[Tensor, int] | str
-"""The pixels and the label of an image, or why it cannot be decoded: an error would bring a worker's traceback."""
+"""The pixels and the label of an image, or why it cannot be decoded: an error would show a worker's traceback."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class _Decoder(Dataset[_Item]):
     def _box(self, width: int, height: int, random: np.random.Generator) -> tuple[float, float, float, float]:
         """The part of an image to use: left, top, right, bottom."""
         if self.training:
-            for _ in range(10):  # 8 % to 100 % of the area, of shape 3:4 to 4:3; where that fits
+            for _ in range(10):  # 8 % to 100 % of the area, of shape 3:4 to 4:3, if that fits
                 area = width * height * random.uniform(0.08, 1.0)
                 ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
                 w, h = math.sqrt(area * ratio), math.sqrt(area / ratio)
@@ -250,7 +252,7 @@ def _as_rgb(image: Any) -> Any:
 def _start_method() -> str | None:
     """How workers start: on Linux they fork, which takes milliseconds, and elsewhere as torch decides.
 
-    In the runs of a study torch would start them with a fork server, where each imports torch anew, in every epoch.
+    In the runs of a study torch would start them with a fork server, and each would import torch again in every epoch.
     """
     return "fork" if sys.platform == "linux" else None
 

@@ -21,8 +21,8 @@ _ORDER, _MOVES = 1, 2  # so that the two draws of an epoch have nothing in commo
 class Shares:
     """The images that a process gets, batch by batch.
 
-    In training every epoch has its own order, and a last batch that is not full for all is left out; the processes'
-    batches lie side by side. Otherwise the images come in order, all of them; every ``world``-th is for one process.
+    In training every epoch has its own order, and a last batch that is not full in all processes is left out; the
+    batches of the processes are adjacent. Otherwise all images come in order, and each process gets every ``world``-th.
     """
 
     images: int
@@ -67,7 +67,7 @@ class MemoryLoader:
     """Batches of a data set in memory, augmented a batch at a time, without worker processes.
 
     In training every epoch has its own order and every image its own crop and flip, whichever process gets it (see
-    :class:`Shares`); otherwise the images come as they are.
+    :class:`Shares`); otherwise the images are unchanged.
 
     Args:
         data: the images.

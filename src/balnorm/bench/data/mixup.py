@@ -21,9 +21,9 @@ class Blend:
     """How one batch is mixed.
 
     Attributes:
-        share: lambda, what the batch itself keeps; a tensor (), so that a compiled model need not be compiled again.
+        share: lambda, the weight of the batch itself; a tensor (), so that a compiled model need not be compiled again.
         partner: (N,), the sample that each one is mixed with.
-        point: where: ``"input"``, or the name of a module whose output is mixed.
+        point: where to mix: ``"input"``, or the name of a module whose output is mixed.
     """
 
     share: Tensor
@@ -144,7 +144,7 @@ class _MixOutput:
 def soft_cross_entropy(scores: Tensor, targets: Tensor, loss: Loss = "cross_entropy") -> Tensor:
     """The loss of scores (N, classes) against probabilities (N, classes), averaged over the batch.
 
-    ``"bce"`` is what the code of manifold mixup used in 2018: binary cross-entropy of every class's softmax
+    ``"bce"`` is the loss of the manifold mixup code of 2018: binary cross-entropy of every class's softmax
     probability, averaged over the classes too. Its gradients are about 1 / classes of cross-entropy's, so learning
     rates differ.
     """

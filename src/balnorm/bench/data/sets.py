@@ -1,4 +1,4 @@
-"""The known data sets: where their files come from, and what they contain."""
+"""The known data sets: their files and contents."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class DataSet:
     """The properties of a data set.
 
     Attributes:
-        format: the one that its authors chose, which says who reads it.
-        files: what to download for it; empty for what comes with scikit-learn.
+        format: the one that its authors chose; it selects the reader.
+        files: the files to download; none for a set that comes with scikit-learn.
         channels, size: of an image.
         classes: how many.
         flip: whether a mirrored image is still one of its class; digits are not.
@@ -46,7 +46,7 @@ _CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hor
 _TORONTO = "https://www.cs.toronto.edu/~kriz"
 _STANFORD = "http://ufldl.stanford.edu/housenumbers"
 
-# Folder, archive, bytes of a label, the files of each split with their MD5 where it is published, classes.
+# Folder, archive, bytes of a label, the files of each split with their MD5 if it is published, classes.
 CIFAR: dict[str, tuple[str, DataFile, int, dict[Split, dict[str, str | None]], tuple[str, ...]]] = {
     "cifar10": (
         "cifar-10-batches-bin",

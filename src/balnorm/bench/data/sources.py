@@ -29,7 +29,7 @@ class DataError(Failure):
 
 
 class MissingDataError(DataError, ValueError):
-    """A data set is not there: a mistake in the command, and for the command line a ValueError."""
+    """A data set is missing. That is a mistake in the command, so it is a ValueError."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def stratified(labels: NDArray[np.int64], limit: int | None) -> NDArray[np.int64
     wanted = total if limit is None else min(limit, total)
     if wanted == total:
         return np.arange(total)
-    # Each class's share, rounded down; what is missing goes to the largest remainders.
+    # Each class's share, rounded down; the largest remainders get the rest.
     sizes = np.bincount(labels)
     shares = wanted * sizes / total
     counts = np.floor(shares).astype(np.int64)
@@ -256,7 +256,7 @@ def _read_cifar(root: Path, split: Split, name: str) -> Images:
 
 
 def _read_svhn(root: Path, split: Split, name: str) -> Images:
-    """MATLAB files with X (32, 32, 3, N) and y (N, 1), where 10 means the digit 0."""
+    """MATLAB files with X (32, 32, 3, N) and y (N, 1), in which 10 means the digit 0."""
     from scipy.io import loadmat
 
     images, labels = [], []
@@ -266,7 +266,7 @@ def _read_svhn(root: Path, split: Split, name: str) -> Images:
         try:
             arrays = loadmat(io.BytesIO(contents), variable_names=["X", "y"])
             pixels, digits = arrays["X"], arrays["y"].reshape(-1)
-        except Exception as error:  # scipy's parser meets whatever is in the file, and raises whatever it likes
+        except Exception as error:  # on unexpected contents, scipy's parser can raise anything
             raise _damaged(path, str(error)) from error
         if pixels.shape[:3] != (32, 32, 3) or pixels.ndim != 4 or pixels.dtype != np.uint8:
             raise _damaged(path, f"X is {pixels.dtype} {pixels.shape}, not uint8 (32, 32, 3, N)")
@@ -292,7 +292,7 @@ def _read_idx(root: Path, split: Split, name: str) -> Images:
             raise _damaged(path, f"it does not start as an idx file of bytes with {axes} axes")
         shape = struct.unpack(f">{axes}I", data[4:header])
         if len(data) - header != math.prod(shape) or shape[1:] not in ((), (28, 28)):
-            raise _damaged(path, f"{len(data) - header} bytes where its header says {shape}")
+            raise _damaged(path, f"{len(data) - header} bytes, and its header says {shape}")
         arrays.append(np.frombuffer(data, np.uint8, offset=header).reshape(shape))
     classes = DIGITS if name == "mnist" else FASHION
     return _checked(arrays[0][:, None], arrays[1], classes, root / name)

@@ -1,4 +1,4 @@
-"""The stages of ResNets, whatever their blocks are."""
+"""The stages of ResNets, for any kind of block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pre-activation ResNets for 32x32 images, as in the code of manifold mixup that the paper built on."""
+"""Pre-activation ResNets for 32x32 images, as in the manifold mixup code on which the paper built."""
 
 from __future__ import annotations
 

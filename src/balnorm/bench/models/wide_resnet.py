@@ -43,7 +43,7 @@ class WideResNet(nn.Module):
 
 
 class Block(nn.Module):
-    """norm-activation-conv, twice; where the shape changes, a 1x1 convolution of the activated input is added."""
+    """norm-activation-conv, twice; if the shape changes, a 1x1 convolution of the activated input is added."""
 
     expansion: ClassVar = 1
 

@@ -1,7 +1,7 @@
 """Where runs are trained: in processes on this machine, or as tasks on a Ray cluster.
 
 A run's progress is in its folder, on a disk that both sides see; an executor only reports how its process ended. It
-takes up to ``slots`` runs at a time and really trains ``at_once`` of them, fewer if it has a queue of its own;
+takes up to ``slots`` runs at a time and trains ``at_once`` of them at a time, fewer if it has its own queue;
 ``running`` were submitted and have not been returned.
 """
 
@@ -49,7 +49,7 @@ class StudyError(Failure):
 
 @dataclass(frozen=True)
 class Resources:
-    """What every run of a study gets."""
+    """What all runs of a study share."""
 
     root: Path = Path("data")
     """The folder that holds the data."""
@@ -128,7 +128,7 @@ class LocalExecutor:
         self._running[process.sentinel] = (process, ours, slot, run)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in a process of its own where runs are trained. Returns its result, or raises its error."""
+        """Call a function in a separate process where runs are trained. Returns its result, or raises its error."""
         ours, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_call_in_process, args=(function, arguments, theirs))
         process.start()
@@ -177,7 +177,7 @@ class LocalExecutor:
 
 
 def _execute_in_process(folder: Path, recipe: Config, resources: Resources, slot: int, pipe: Any) -> None:
-    """The body of a run's process. It ignores the terminal's Ctrl-C; it saves and ends when the parent is gone."""
+    """The body of a run's process. It ignores the terminal's Ctrl-C; it saves and ends when the parent has ended."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the parent's handler is
@@ -194,7 +194,7 @@ def _execute_in_process(folder: Path, recipe: Config, resources: Resources, slot
         result = execute(folder, recipe, resources)
     except KeyboardInterrupt:  # before training started, or after it ended
         result = _STOPPED
-    with contextlib.suppress(OSError):  # the parent is gone
+    with contextlib.suppress(OSError):  # the parent has ended
         pipe.send(result)
 
 
@@ -203,7 +203,7 @@ def _call_in_process(function: Callable[..., Any], arguments: tuple[Any, ...], p
         answer: tuple[Any, Exception | None] = (function(*arguments), None)
     except Exception as error:  # for the parent to raise
         answer = (None, error)
-    with contextlib.suppress(OSError):  # the parent is gone
+    with contextlib.suppress(OSError):  # the parent has ended
         pipe.send(answer)
 
 
@@ -228,7 +228,7 @@ class RayExecutor:
 
     Args:
         address: the cluster's address, or ``"local"`` for one on this machine.
-        resources: what each run gets; its threads are CPUs of the cluster.
+        resources: of each run; its threads are CPUs of the cluster.
         gpus: how many GPUs each run gets; with 0.5, two runs share one.
     """
 

@@ -25,8 +25,8 @@ class Style:
     dash: Literal["solid", "dashed", "dotted"] = "solid"
 
 
-# The palette of Okabe and Ito, which colour-blind readers can tell apart, with a few of Paul Tol's muted colours. What
-# belongs together has one colour and differs in its dashes, so that nothing depends on telling more colours apart.
+# The palette of Okabe and Ito, which colour-blind readers can tell apart, with a few of Paul Tol's muted colours.
+# Related methods share a colour and differ in their dashes, so that nobody has to tell more colours apart.
 _BLUE, _SKY, _PINK, _WINE, _RED, _GREEN, _ORANGE, _GREY, _FOREST = (
     *("#0072B2", "#56B4E9", "#CC79A7", "#A0305F", "#D55E00", "#009E73", "#E69F00", "#7A7A7A", "#117733"),
 )
@@ -55,7 +55,7 @@ STYLES = {
     "dynamictanh": Style(_FOREST, "dotted"),
     "none": Style(_GREY),
 }
-"""How every figure draws a method. Others take what the methods of their study leave free."""
+"""How every figure draws a method. Other methods take the colours that are left."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Figure:
 
 
 def styles_of(methods: Sequence[str]) -> dict[str, Style]:
-    """The style of each method. Those without one of their own take colours that the others leave free."""
+    """The style of each method. Methods without one take colours that are left."""
     known = {method: STYLES[method] for method in methods if method in STYLES}
     every = {each: None for style in STYLES.values() for each in (style, Style(style.colour))}
     used = {style.colour for style in known.values()}

@@ -1,4 +1,4 @@
-"""What the name of a metric says: whether less of it is better, and how to write it."""
+"""What follows from the name of a metric: whether less of it is better, and how to write it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def worst(name: str) -> float:
 
 
 def metric_names(names: Iterable[str], first: str, recipes: bool) -> dict[str, tuple[str, str]]:
-    """The metrics to report, the leading one first: each with the name of its figure and its own in words."""
+    """The metrics to report, the leading one first: each with the name of its figure and its name in words."""
     known = _OF_RECIPES if recipes else {n: (re.sub(r"\W|_", "-", n), n.replace("_", " ")) for n in names}
     return {name: known[name] for name in sorted(known, key=lambda name: name != first)}
 

@@ -32,7 +32,7 @@ _LOOK: dict[Any, Any] = {
     "legend.frameon": False,
     "svg.hashsalt": "balnorm",  # otherwise the names inside differ every time
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a dollar sign in a name is just that
+    "text.parse_math": False,  # a dollar sign in a name is no formula
 }
 _DARK = {  # for whoever prefers dark pages; the methods keep their colours
     "fill: #ffffff": "12161b",

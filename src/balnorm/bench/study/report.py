@@ -86,7 +86,7 @@ def write_report(
         files: dict[str, bytes] = {}
         try:
             files = figure_files(figure, formats)
-        except Exception as error:  # whatever matplotlib raises, the page draws the figure too
+        except Exception as error:  # matplotlib can raise anything, and the page draws the figure too
             problems.append(f"{figure.key} could not be drawn ({one_line(error)[:200]})")
         drawn.append((figure, files))
     summary = summarize(results, compared)
@@ -204,7 +204,7 @@ def _ranking(results: Results, ranked: list[tuple[Setting, Spread]]) -> list[str
 def _compared(differences: Differences, everything: bool) -> list[str]:
     """BalNorm against the baseline, if the study has both: a sentence per pair, or one for all if there are many.
 
-    Everything against it if BalNorm is the baseline, or in no run.
+    All settings against the baseline if BalNorm is the baseline, or in no run.
     """
     baseline, metric, sentences = differences.baseline, differences.metric, []
     everything = everything or baseline == "balnorm"

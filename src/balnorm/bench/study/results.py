@@ -43,7 +43,7 @@ class Start(NamedTuple):
 
     @property
     def command(self) -> str:
-        """What was typed, without the machine's paths."""
+        """The command that was typed, without the machine's paths."""
         words = self.details.get("command")
         return command_line([str(word) for word in words]) if isinstance(words, list) and words else ""
 
@@ -61,7 +61,7 @@ class Results:
 
     @functools.cached_property
     def metrics(self) -> dict[str, tuple[str, str]]:
-        """The metrics to report, the leading one first: each with the name of its figure and its own in words."""
+        """The metrics to report, the leading one first: each with the name of its figure and its name in words."""
         names = dict.fromkeys(name for run in self.runs for name in (*run.records, {})[0] if name not in RESERVED)
         first = self.wanted or next((run.metric for run in self.runs if run.metric), "")
         found = metric_names(names, first, recipes=all(isinstance(run.recipe, Recipe) for run in self.runs))
@@ -101,7 +101,7 @@ class Results:
         return sum(run.state == state for run in self.runs)
 
     def packed(self) -> Packed:
-        """The runs that have ended, by setting and seed, with their own origin, as a packed study."""
+        """The runs that have ended, by setting and seed, with their origin, as a packed study."""
         runs = sorted((run for run in self.runs if run.ended), key=lambda run: (run.setting.place, run.recipe.seed))
         folders = {None, *(run.folder for run in runs)}
         origin = replace(self, starts=tuple(start for start in self.starts if start.folder in folders))
@@ -134,7 +134,7 @@ def settings_of(recipes: Sequence[Config]) -> list[Setting]:
 
 
 def read_results(folders: Iterable[str | Path], metric: str | None = None) -> Results:
-    """Read every run below the folders. Skips what cannot be read, and says so. ``metric`` leads, if given."""
+    """Read every run below the folders. Skips files that it cannot read, and lists them. ``metric`` leads, if given."""
     reader = _Reader()
     for folder in dict.fromkeys(map(Path, folders)):
         if not folder.is_dir():

@@ -44,10 +44,10 @@ def plan(
 ) -> list[Run]:
     """Every norm with every seed and every combination of the varied fields, each with its current state.
 
-    Seeds count up from the recipe's own. All runs of one seed come before the next seed, so that a study that is
-    stopped early has compared something. Combinations that differ only in what has no effect are one run. A run that
-    ``out`` already holds under another name, since other fields varied when it was made, keeps it. Raises a RunError if
-    ``out`` holds other runs under the same names.
+    Seeds count up from the recipe's. All runs of one seed come before the next seed, so that a study that is
+    stopped early has compared something. Combinations that differ only in fields without effect are one run. A run that
+    ``out`` already holds under another name, since other fields varied when it was made, keeps that name. Raises a
+    RunError if ``out`` holds other runs under the same names.
     """
     vary, out = vary or {}, Path(out)
     if seeds < 1:
@@ -101,7 +101,7 @@ def _folders_by_recipe(parent: Path) -> dict[Config, list[Path]]:
 
 
 def run_name(recipe: Config, changed: Mapping[str, Any]) -> str:
-    """The name of a run's folder, such as ``batchnorm-lr=0.3-seed2``, without what has no effect."""
+    """The name of a run's folder, such as ``batchnorm-lr=0.3-seed2``, without fields that have no effect."""
     idle, fields = recipe.idle(), recipe.fields
     varied = (f"{name}={text_of(fields.get(name))}" for name in changed if name not in idle)
     return quote("-".join([recipe.norm, *varied, f"seed{recipe.seed}"]), safe="=+, ")  # a norm may have any name
@@ -145,7 +145,7 @@ def run_study(runs: Sequence[Run], executor: Executor, show: bool = True) -> lis
 
 
 def _checked(run: Run) -> Run:
-    """The run as its folder is, which is what a report reads, unless its process ended otherwise."""
+    """The run in the state of its folder, which a report reads, unless its process ended otherwise."""
     state, reason = run.state, run.reason
     run.look()
     if state == "finished" and run.ended:
@@ -192,10 +192,10 @@ def cores() -> int:
 
 
 def _check_machine(recipes: Sequence[Config], resources: Resources) -> None:
-    """In a process of its own: raise an error if the device, the processor, the data or a function is unsuitable.
+    """In a separate process: raise an error if the device, the processor, the data or a function is unsuitable.
 
-    Otherwise every run would fail for that reason. Loading the data is the check that finds all that can be wrong with
-    it; the process frees the memory, and on a cluster it is on one of its machines.
+    Otherwise every run would fail for that reason. Only loading the data finds every fault in it; the separate process
+    frees the memory, and runs on a machine of the cluster if there is one.
     """
     with processes(resources.device) as team:
         for recipe in recipes:
@@ -207,7 +207,7 @@ def _check_machine(recipes: Sequence[Config], resources: Resources) -> None:
 
 
 def _measured(recipe: Recipe, resources: Resources) -> float:
-    """In a process of its own: measure the seconds per epoch."""
+    """In a separate process: measure the seconds per epoch."""
     torch.set_num_threads(resources.threads)
     check_precision(recipe.precision, resources.device)
     return epoch_seconds(recipe, resources.root, resources.device)

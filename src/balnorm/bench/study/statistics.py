@@ -142,8 +142,8 @@ def differences_to(results: Results, baseline: str) -> Differences:
 def difference(ours: dict[int, float], theirs: dict[int, float], lower: bool = False) -> Difference | None:
     """Ours minus theirs for the seeds that both have: the median, with a 95% percentile bootstrap over seeds.
 
-    Of fewer than five seeds the interval is infinite: the median of so few, drawn again, is too often on one side of 0
-    by chance (in one of four cases with three seeds, where there is no difference). If both runs of a seed diverged,
+    With fewer than five seeds the interval is infinite: the median of so few, drawn again, is too often on one side of
+    0 by chance (with three seeds and no difference, in one of four cases). If both runs of a seed diverged,
     they are level. ``lower`` means that a lower value wins.
     """
     seeds = sorted(ours.keys() & theirs.keys())

@@ -96,7 +96,7 @@ def as_latex(table: Table) -> str:
 
 
 def as_csv(table: Table) -> str:
-    """The numbers without rounding, accuracies as fractions; empty where there is no value."""
+    """The numbers without rounding, accuracies as fractions; empty if there is no value."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([name for cell in table.rows[0] for name in cell.raw])
@@ -174,7 +174,7 @@ def _count(name: str, number: int) -> Cell:
 
 
 def _spread(name: str, found: Spread | None, form: str | None, bad: float = math.nan, called: str = "diverged") -> Cell:
-    """Median and quartiles, shares in percent; one value alone; a median that is ``bad`` is called what it means."""
+    """Median and quartiles, shares in percent; one value alone; a median that is ``bad`` is written as a word."""
     names = (name, f"{name}_low", f"{name}_high")
     if found is None:
         return Cell("", dict.fromkeys(names))

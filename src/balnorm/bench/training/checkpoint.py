@@ -35,7 +35,7 @@ class CheckpointError(Failure):
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write ``state`` (tensors and plain values) to ``path``. The previous file is kept as ``<name>.previous``."""
+    """Write ``state`` (tensors, numbers and texts) to ``path``. The previous file is kept as ``<name>.previous``."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     payload = buffer.getvalue()
@@ -56,7 +56,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 class Loaded(NamedTuple):
-    """What was made of a state, and a sentence if it is not the last one that was saved."""
+    """The result of ``use`` for a state, and a sentence if it is not the last one that was saved."""
 
     result: Any
     problem: str | None
@@ -65,7 +65,7 @@ class Loaded(NamedTuple):
 def load_checkpoint(path: Path, use: Callable[[dict[str, Any]], Any] = lambda state: state) -> Loaded | None:
     """Load the state in ``path``, or the previous one if that is damaged; ``None`` if there is neither.
 
-    The result is what ``use`` makes of the state. If ``use`` raises an error, the previous checkpoint is tried. Nothing
+    Returns what ``use`` returns for the state. If ``use`` raises an error, the previous checkpoint is tried. Nothing
     in a file is executed. Raises a :class:`CheckpointError` if there are files but none is usable.
     """
     problems: list[str] = []
@@ -95,7 +95,7 @@ def check_contents(state: dict[str, Any]) -> None:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Load a network's state dict. Raises some error if it does not fit, also if numbers would have to be converted."""
+    """Load a network's state dict. Raises an error if it does not fit, or if numbers would have to be converted."""
     model.load_state_dict(weights)
     for name, value in model.state_dict().items():
         if (given := weights.get(name, value).dtype) != value.dtype:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     ModelName = str
     NormName = str
     SetName = str
-else:  # each name is written once, where it is defined
+else:  # each name is written only once
     ModelName, NormName, SetName = Literal[tuple(MODELS)], Literal[tuple(NORMS)], Literal[(*SETS, "folder")]
 
 _POSITIVE = ("epochs", "batch_size", "lr", "alpha", "width", "train_limit", "test_limit", "clip_norm", "image_size")
@@ -41,7 +41,7 @@ class Recipe:
     seed: int = 0
     """Determines the initial weights, the order of the data, augmentation and mixup."""
 
-    # Options of the norm, which balnorm has, and batchnorm one. docs/norms.md has them with their reasons.
+    # Options of the norm: balnorm has all, batchnorm has one. docs/norms.md explains them.
     one_pass: bool = True
     """Take the signs of the weights before the shift, as in the paper's experiments, not after it."""
     mass: Literal["channel", "position"] = "channel"
@@ -57,7 +57,7 @@ class Recipe:
     equalise: bool = False
     """Give every input channel the same say."""
     centre_stream: bool = False
-    """In pre-activation networks, subtract each channel's mean where BatchNorm would stand."""
+    """In pre-activation networks, subtract each channel's mean in BatchNorm's place."""
 
     epochs: int = 30
     batch_size: int = 128
@@ -172,7 +172,7 @@ class Recipe:
                 f"centre_stream is for pre-activation networks (wide_resnet and preact_resnet), not for {self.model}"
             )
         if self.label_smoothing and (self.mixup != "none" or self.loss != "cross_entropy"):
-            raise ValueError("label_smoothing goes with cross_entropy and without mixup")
+            raise ValueError("label_smoothing needs cross_entropy and no mixup")
         if self.sync_stats and self.norm not in ("balnorm", "batchnorm"):
             raise ValueError(f"sync_stats is for balnorm and batchnorm, not for {self.norm}")
         if self.sync_stats and self.norm == "batchnorm" and self.stats_fraction != 1.0:
@@ -206,7 +206,7 @@ class Recipe:
     def from_dict(values: dict[str, Any]) -> Recipe:
         """Build a recipe from its fields, as :func:`dataclasses.asdict` returns them, read back from JSON.
 
-        Fields that earlier versions wrote and this one has no use for are ignored: their runs can still be read.
+        Fields that only earlier versions used are ignored, so that their runs can still be read.
         """
         if not isinstance(values, dict):
             raise ValueError("not the fields of a recipe")
@@ -245,7 +245,7 @@ def _is_a(value: object, kind: Any) -> bool:
 
 
 def followed(base: Recipe, changed: Recipe) -> Recipe:
-    """A recipe that changes the epochs or the schedule of another, with that one's drops in the same proportion."""
+    """A recipe that changes the epochs or the schedule of another, with its drops in the same proportion."""
     if not base.drops or (changed.epochs, changed.schedule) == (base.epochs, base.schedule):
         return changed
     scaled = {round(drop * changed.epochs / base.epochs) for drop in base.drops if changed.schedule == base.schedule}
@@ -258,7 +258,7 @@ def followed(base: Recipe, changed: Recipe) -> Recipe:
 def without_effect(base: Recipe, recipes: Sequence[Recipe]) -> list[str]:
     """A sentence for each field that differs from the base recipe but has no effect in any of the recipes.
 
-    Also one for each option that varies, but that some of the norms lack.
+    Also one for each option that varies, but that some norms lack.
     """
     sentences = []
     for name in {name: None for recipe in recipes for name in recipe.idle()}:

@@ -1,4 +1,4 @@
-"""A function of the user's own as an experiment: its name and its options."""
+"""A user's function as an experiment: its name and its options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from balnorm.bench.training.config import Recipe
 __all__ = ["MACHINE", "Config", "Experiment", "function_options", "read_config"]
 
 MACHINE = ("root", "device")
-"""Arguments that say where a run is, not what it is: a function that takes them gets those of the command."""
+"""Arguments about the machine, not the experiment: a function that takes them gets those of the command."""
 
 _OWN = ("experiment", "metric", "norm", "seed")  # what an experiment has besides its options
 _SIMPLE = (bool, int, float, str, types.NoneType)
@@ -23,7 +23,7 @@ _SIMPLE = (bool, int, float, str, types.NoneType)
 
 @dataclass(frozen=True)
 class Experiment:
-    """A call of the user's function. What a :class:`Recipe` is for the trainer."""
+    """A call of the user's function, as a :class:`Recipe` is one of the trainer."""
 
     name: str
     """The file and the function, such as ``volumes.py:train``."""
@@ -48,11 +48,11 @@ class Experiment:
 
     @property
     def variant(self) -> tuple[tuple[str, Any], ...]:
-        """Of a recipe, the options of the norm; to us, all options are alike."""
+        """For a recipe, the options of the norm; here all options are alike."""
         return ()
 
     def idle(self) -> dict[str, str]:
-        """Of a recipe, the fields without effect; what has an effect here is not known."""
+        """For a recipe, the fields without effect; here they are not known."""
         return {}
 
     def replaced(self, **changes: Any) -> Experiment:
@@ -82,7 +82,7 @@ class Experiment:
 
 
 Config = Recipe | Experiment
-"""What defines a run."""
+"""The definition of a run."""
 
 
 def read_config(values: Any) -> Config:

@@ -28,7 +28,7 @@ def make_loaders(recipe: Recipe, team: Processes, root: Path) -> tuple[Loader, L
     if recipe.data == "folder":
         data = ImageFolder.scan(root, "train", limit=recipe.train_limit)
         if len(data.classes) < 2:
-            raise DataError(f"{root} has one class only, {data.classes[0]}: each class needs a folder of its own")
+            raise DataError(f"{root} has one class only, {data.classes[0]}: each class needs its own folder")
         statistics, augmentation, test_batch = IMAGENET_STATISTICS, {}, recipe.batch_size
     else:
         if recipe.padding > size:
@@ -57,7 +57,7 @@ def _loader(
     recipe: Recipe, team: Processes, spec: ImageSpec, data: Images | ImageFolder, batch_size: int, **options: Any
 ) -> Loader:
     options |= {"rank": team.rank, "world": team.world, "device": team.device}
-    # BalNorm's inputs are not negative, so its paper recommends pixels in [0, 1]. Others get the customary ones.
+    # BalNorm's inputs are not negative, so its paper recommends pixels in [0, 1]. Other norms get the customary ones.
     pixels = "unit" if recipe.norm == "balnorm" else "standardized"
     options |= {"pixels": pixels, "statistics": spec.statistics}
     if isinstance(data, ImageFolder):

@@ -1,4 +1,4 @@
-"""A run of anything that yields a record after each epoch. The trainer is one such function, the user's are others."""
+"""A run of anything that yields a record after each epoch: the trainer, or a user's function."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Yielded = Generator[Record, None, None]
 def keep(run: Run, records: Yielded, device: torch.device, tell: Callable[[Record], object] = lambda _: None) -> None:
     """Write each record to the run's folder when it is yielded, with the seconds and the memory it took.
 
-    The first record says where the function goes on: it replaces the records from its epoch on that an earlier start
-    may have left. What a function does after a ``yield`` happens once the record is on the disk.
+    The first record shows at which epoch the function continues: records of an earlier start from that epoch on are
+    replaced. The record is on the disk before the function continues after its ``yield``.
     """
     run.create()
     with run.alone(), contextlib.closing(records), contextlib.ExitStack() as opened:
@@ -49,7 +49,7 @@ def keep(run: Run, records: Yielded, device: torch.device, tell: Callable[[Recor
 
 
 def perform(experiment: Experiment, out: Path, *, file: Path, root: Path, device: str | None = None) -> None:
-    """Call a function of the user's own, in the file ``file``, and keep what it yields in the folder ``out``."""
+    """Call a user's function, in the file ``file``, and keep the records that it yields in the folder ``out``."""
     run = Run(out, experiment)
     run.check()
     function = load_function(file, experiment.function)
@@ -70,7 +70,7 @@ def perform(experiment: Experiment, out: Path, *, file: Path, root: Path, device
 def _records(
     experiment: Experiment, run: Run, device: torch.device, function: Callable[..., Any], file: Path, machine: Any
 ) -> Yielded:
-    """What the user's function yields, checked and numbered. A record that is not finite ends the run: it diverged."""
+    """The records of the user's function, checked and numbered. One that is not finite ends the run: it diverged."""
     there = run.read()
     version = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
     run.note_environment(file=version, device=str(device), resumed=bool(there))

@@ -95,8 +95,8 @@ class Learner:
         """Loss and accuracy on the test set. Each image counts once, however many processes there are."""
         model = self.model
         if self.averaged is not None:
-            # An average of the statistics on the way does not fit averaged weights. Neither function knows batch
-            # renormalisation, which keeps it nevertheless.
+            # A moving average of the statistics does not fit averaged weights. Neither function knows batch
+            # renormalisation, which keeps such an average.
             model = self.averaged
             batches = [images for images, _ in itertools.islice(self.train_loader.epoch(), _RENEWAL)]
             update_bn(batches, model)
@@ -150,7 +150,7 @@ def make_model(recipe: Recipe, team: Processes, images: ImageSpec) -> nn.Module:
 
 
 def make_network(recipe: Recipe, channels: int, classes: int) -> nn.Module:
-    """The network of a recipe, for images of so many channels and classes."""
+    """The network of a recipe, for images with these channels and classes."""
     norm = get_norm(recipe.norm, **recipe.norm_options)
     return create_model(recipe.model, norm, classes, in_channels=channels, **recipe.model_options())
 

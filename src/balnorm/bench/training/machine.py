@@ -4,7 +4,7 @@ On some processors oneDNN, which computes them for torch, crashes the process. S
 
 - Intel AMX in a virtual machine: an illegal instruction, in bfloat16, with strides above 1;
 - AVX2 without AVX-512: memory is overwritten in backward of 1x1 kernels with stride, channels last, below 8 channels
-  (https://github.com/uxlfoundation/oneDNN/issues/6035), which the recipes' networks are too wide for, and tests not.
+  (https://github.com/uxlfoundation/oneDNN/issues/6035). The recipes' networks are wider, but those of tests are not.
 
 So a separate process tries them; if it dies, another tries with one instruction set less, and so on.
 """
@@ -56,7 +56,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit(file: Path) -> str | None:
-    """The commit of the clone that the file belongs to, if it belongs to one: it may lie in another project's."""
+    """The commit of the clone that tracks the file, if any: the file may also lie inside another project's clone."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -76,7 +76,7 @@ def _processor() -> str:
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Reset the peak, if the system can: reading the data may need more memory than training."""
+    """Reset the peak, if the system supports it: reading the data may need more memory than training."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -105,7 +105,7 @@ def peak_memory(device: torch.device) -> int | None:
 CAP = "ONEDNN_MAX_CPU_ISA"
 """The environment variable that limits oneDNN's instructions. oneDNN reads it at the first convolution."""
 
-# oneDNN's names of instruction sets, from the highest, and what Linux calls the one that each adds.
+# oneDNN's names of instruction sets, from the highest, and Linux's name for the one that each adds.
 _LEVELS = {
     "AVX512_CORE_AMX_FP16": "amx_fp16",
     "AVX512_CORE_AMX": "amx_bf16",
@@ -118,8 +118,8 @@ _LEVELS = {
     "SSE41": "sse4_1",
 }
 
-# What a processor ends a process with, and glibc (SIGABRT) when it finds its memory overwritten. Not all systems
-# have all of them.
+# Signals with which a processor ends a process, or glibc (SIGABRT) when it finds its memory overwritten. Not all
+# systems have all of them.
 _DEADLY = [getattr(signal, name, None) for name in ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGABRT")]
 
 _PROGRAM = """
@@ -167,7 +167,7 @@ class Defect:
 
     @property
     def remedy(self) -> str:
-        """What to do, phrased to follow a colon."""
+        """The remedy, phrased to follow a colon."""
         return f"set {CAP}={self.cap} in the environment" if self.cap else "use another processor, or a GPU"
 
 
@@ -195,8 +195,8 @@ def caps(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
 def check_precision(precision: str, device: str | None) -> None:
     """Raise a ProcessorError that names the remedy if training in this precision would crash the process.
 
-    Tries only a CPU (``None`` takes a GPU if there is one), and never float32, whose defect is one of networks narrower
-    than the recipes'.
+    Tries only a CPU (``None`` takes a GPU if there is one), and never float32, whose defect only affects networks
+    narrower than the recipes'.
     """
     if precision == "float32":
         return
@@ -210,11 +210,11 @@ def check_precision(precision: str, device: str | None) -> None:
 
 @functools.cache
 def remedy_after(number: int) -> str | None:
-    """What to do about a process that this signal ended, if the processor is to blame."""
+    """The remedy for a process that this signal ended, if the processor is to blame."""
     if number not in _DEADLY:
         return None
     defect = find_defect()
-    if defect is None and number == signal.SIGILL:  # something else that the processor cannot do
+    if defect is None and number == signal.SIGILL:  # something else that the processor does not support
         defect = Defect("SIGILL", "AVX2")
     return None if defect is None else defect.remedy
 

@@ -21,10 +21,10 @@ from balnorm.bench.errors import Failure
 
 __all__ = ["LostProcessError", "Processes", "processes"]
 
-_PATIENCE = dt.timedelta(minutes=10)  # before a process that does not respond counts as dead
+_PATIENCE = dt.timedelta(minutes=10)  # after which a process that does not respond counts as dead
 
 _LOST = ("gloo", "nccl", "connection reset", "connection closed", "broken pipe", "connection refused", "timed out")
-"""What errors of torch's collectives say if another process cannot be reached."""
+"""Phrases in the errors of torch's collectives if another process cannot be reached."""
 
 
 class LostProcessError(Failure):
@@ -70,9 +70,9 @@ class Processes:
             dist.barrier()
 
     def let_go(self, seconds: float = 10.0) -> None:
-        """Wait until gloo's threads have let go of what they summed, as they do some time after they are done.
+        """Wait until gloo's threads have released the tensors that they summed, some time after the sum is done.
 
-        If one does so when Python has begun to exit, it ends the process with SIGABRT, and torchrun the others with it.
+        If one does so after Python has begun to exit, SIGABRT ends the process, and torchrun then ends the others.
         """
         deadline = time.monotonic() + seconds
         while any(sent() is not None for sent in self._sent) and time.monotonic() < deadline:
@@ -94,7 +94,7 @@ def processes(device: str | None = None) -> Iterator[Processes]:
         yield team
         return
     try:
-        # torchrun keeps its store over a restart, where the addresses of the processes before would still be found.
+        # After a restart torchrun's store still has the addresses of the earlier processes.
         store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
         store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         backend = "nccl" if team.device.type == "cuda" else "gloo"

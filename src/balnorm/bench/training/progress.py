@@ -1,4 +1,4 @@
-"""Progress of a run: a live bar in a terminal, plain lines elsewhere."""
+"""Progress of a run: a live bar in a terminal, lines of text elsewhere."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Progress"]
 class Progress:
     """Shows the steps of an epoch as they happen, and a line for each finished epoch.
 
-    Of several processes, the first one does; the others have ``show=False``. A run of a study writes how far it is in
-    an epoch to a file in place of that, for the study's own display.
+    With several processes, only the first one does; the others have ``show=False``. A run of a study instead writes its
+    progress within an epoch to a file, for the study's display.
     """
 
     def __init__(self, title: str, epochs: int, show: bool = True, file: Path | None = None) -> None:

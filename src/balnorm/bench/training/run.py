@@ -36,13 +36,13 @@ State = Literal["new", "unfinished", "finished", "diverged", "failed", "busy"]
 """How far a run is. It has ended if it is finished or diverged; if it is busy, another process is training it."""
 
 Record = dict[str, Any]
-"""What a run measured in one epoch."""
+"""The measurements of one epoch."""
 
 Records = tuple[Record, ...]
 """A run's measurements by epoch."""
 
 RESERVED = {"epoch", "seconds", "peak_memory", "diverged", "last"}
-"""What a record contains besides metrics."""
+"""The keys of a record besides the metrics."""
 
 _NUMBERS = ("epoch", "lr", "momentum", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds")
 
@@ -57,7 +57,7 @@ class RunBusyError(RunError):
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs that differ only in their seeds have in common: the method, and the fields that vary in a study."""
+    """The common part of runs that differ only in their seeds: the method, and the fields that vary in a study."""
 
     norm: str
     varied: tuple[tuple[str, Any], ...] = ()
@@ -76,16 +76,16 @@ class Setting:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Where to list it: numbers by size, then other values by name, then norms in the order of their list.
+        """The sort key: numbers by size, then other values by name, then norms in the order of their list.
 
-        Norms of the user's own follow by name. The fewer options a method has, the earlier it comes.
+        Unknown norms follow by name. Methods with fewer options come first.
         """
         norm, names = [*NORMS, self.norm].index(self.norm), NORMS["balnorm"].options
         options = (len(self.options), [names.index(name) for name, _ in self.options], _sortable(self.options))
         return (*_sortable(self.varied), norm, self.norm, *options)
 
     def without(self, name: str) -> Setting:
-        """The setting but for a field or an option."""
+        """The setting without a field or an option."""
         varied, options = (tuple(p for p in pairs if p[0] != name) for pairs in (self.varied, self.options))
         return Setting(self.norm, varied, options)
 
@@ -97,9 +97,9 @@ class Run:
     """A run: what defines it, the folder that holds it, and how far it is.
 
     In the folder, ``config.json`` is the recipe or experiment; ``environment.json`` the machine and versions, of every
-    start; ``metrics.jsonl`` a line for each epoch; ``checkpoint.pt`` (and the one before it) the state to go on from,
-    in ``files/`` what an experiment keeps; ``tensorboard/`` its curves; ``error.txt`` says why it failed, until it is
-    resumed; ``lock`` is locked while it is trained, and ``progress`` says how far it is in an epoch.
+    start; ``metrics.jsonl`` a line for each epoch; ``checkpoint.pt`` (and the one before it) the state to resume
+    from, ``files/`` the files of an experiment; ``tensorboard/`` its curves; ``error.txt`` says why it failed, until it
+    is resumed; ``lock`` is locked while it is trained, and ``progress`` says how far it is in an epoch.
 
     Args:
         folder: its own, or that of the packed study that contains it.
@@ -137,7 +137,7 @@ class Run:
     # ---- How far it is -----------------------------------------------------------------------------------------------
 
     def look(self) -> Run:
-        """Read how far the run is. If its metrics cannot be read or be those of its recipe, it counts as failed."""
+        """Read how far the run is. If its metrics cannot be read, or do not fit its recipe, it counts as failed."""
         if self.packed:
             return self
         if not self.config.exists():
@@ -147,7 +147,7 @@ class Run:
         try:
             self.lines, self.reason = tuple(self.read()), ""
             check_records(self.metrics, self.lines, epochs)
-            # Failed also where all epochs are done: their last state may not be saved.
+            # Failed even if all epochs are done: their last state may not be saved.
             self.state = "failed" if self.error.exists() else state_after(self.lines, epochs)
         except (RunError, OSError) as error:
             self.state, self.lines, self.reason = "failed", (), one_line(error)
@@ -181,7 +181,7 @@ class Run:
 
     @property
     def epochs(self) -> int:
-        """How many epochs it has, or has had so far where that is not known."""
+        """How many epochs it has, or has had so far if that is unknown."""
         return self.recipe.epochs or len(self.lines)
 
     # ---- Its folder --------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class Run:
 
 
 def leading(names: Iterable[str], wanted: str | None = None) -> str:
-    """The metric that decides: the one that is wanted, or the first that is not a loss."""
+    """The metric that leads: the one that is wanted, or the first that is not a loss."""
     found = list(names)
     return wanted or next((name for name in found if "loss" not in name.lower()), next(iter(found), ""))
 
@@ -305,7 +305,7 @@ def check_records(path: Path, records: Sequence[Record], epochs: int | None, fir
             raise RunError(f"{where} is epoch {number} of a run of {epochs}")
         for end, what in (("diverged", "the run diverged"), ("last", "the last record")):
             if number > 1 and records[number - 2].get(end):
-                raise RunError(f"{where} goes on after {what}")
+                raise RunError(f"{where} comes after {what}")
         metrics = _NUMBERS if epochs is not None else tuple(record.keys() - RESERVED)
         for name in ("epoch", "seconds", *(() if record.get("diverged") else metrics)):
             value: Any = record.get(name)

@@ -1,4 +1,4 @@
-"""From a recipe to a finished run: one loop, which can be killed anywhere and resumes where it was."""
+"""From a recipe to a finished run: one loop, which can be killed at any point and resumes there."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ class Trainer:
             signal.signal(signal.SIGINT, before)
 
         with contextlib.ExitStack() as afterwards:
-            with contextlib.suppress(ValueError):  # not the main thread: somebody else's to handle
+            with contextlib.suppress(ValueError):  # not the main thread, which alone may set handlers
                 signal.signal(signal.SIGINT, notice)
                 afterwards.callback(signal.signal, signal.SIGINT, before)
             yield
