@@ -25,7 +25,7 @@ from balnorm import (
     update_stats,
 )
 from balnorm.surgery._model import undisturbed
-from cases import CASES, MASS_AND_PASS, digits_network, small_network
+from cases import CASES, MASS_AND_PASS, Steps, digits_network, small_network
 
 
 def trained(**options):
@@ -150,6 +150,103 @@ def test_fold_tells_what_it_folded(caplog):
     with caplog.at_level(logging.INFO, "balnorm"):
         fold(trained())
     assert caplog.messages == ["folding 3 layers: 0, 2, 6"]
+
+
+def with_statistics(norm):
+    """The norm in eval mode, with random statistics and parameters of both signs."""
+    with torch.no_grad():
+        for tensor in (norm.running_mean, norm.weight, norm.bias):
+            if tensor is not None:
+                tensor.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    return norm.eval()
+
+
+@pytest.mark.parametrize(
+    ("layer", "norm", "shape"),
+    [
+        (nn.Conv2d(4, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), (2, 4, 5, 5)),
+        (nn.Conv2d(4, 6, 3, groups=2), nn.BatchNorm2d(6, affine=False), (2, 4, 5, 5)),
+        (nn.Conv2d(4, 4, 1, groups=4), nn.BatchNorm2d(4), (2, 4, 5, 5)),
+        (nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6), (2, 4, 9)),
+        (nn.Conv3d(4, 6, 2), nn.SyncBatchNorm(6), (2, 4, 3, 4, 5)),
+        (nn.ConvTranspose2d(4, 6, 3, stride=2), nn.BatchNorm2d(6), (2, 4, 5, 5)),
+        (nn.ConvTranspose3d(4, 6, 2, groups=2), nn.BatchNorm3d(6), (2, 4, 3, 3, 3)),
+        (nn.ConvTranspose1d(6, 4, 3, groups=2, bias=False), nn.BatchNorm1d(4), (2, 6, 7)),
+        (BalNormConv2d(4, 6, 3), nn.BatchNorm2d(6), (2, 4, 5, 5)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_batch_norm_that_stayed_becomes_part_of_its_convolution(layer, norm, shape, inplace, caplog):
+    model = nn.Sequential(layer, nn.Dropout(), with_statistics(norm), nn.ReLU(inplace=True)).double()
+    model = copy.deepcopy(model)
+    model(torch.rand(shape, dtype=torch.float64))
+    x = torch.randn(shape, dtype=torch.float64)
+    expected = model.eval()(x).detach()
+    with caplog.at_level(logging.INFO, "balnorm"):
+        folded = fold(model, inplace=inplace)
+    assert (folded is model) == inplace
+    assert "folding 1 BatchNorms: 2" in caplog.messages
+    assert type(folded[2]) is nn.Identity
+    assert type(folded[0]) in (type(layer), nn.Conv2d)
+    torch.testing.assert_close(folded(x).detach(), expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
+
+
+def hooked():
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (
+            Steps(lambda self, x: self.norm(y := self.conv(x)) + y, conv=nn.Conv2d(3, 3, 1), norm=nn.BatchNorm2d(3)),
+            "the output of conv is used elsewhere too",
+        ),
+        (nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.BatchNorm2d(3)), "it follows 1"),
+        (hooked(), "it follows 0, which stays (it has hooks, which would be lost)"),
+        (
+            nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, track_running_stats=False)),
+            "it has no running statistics",
+        ),
+        (
+            nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 1)), nn.BatchNorm2d(3)),
+            "it follows 0, which stays (not one of torch's own layers: a ParametrizedConv2d may do something else)",
+        ),
+        (
+            Steps(
+                lambda self, x: self.conv(x) if x.sum() < 0 else self.norm(self.conv(x)),
+                conv=nn.Conv2d(3, 3, 1),
+                norm=nn.BatchNorm2d(3),
+            ),
+            "the model cannot be traced symbolically",
+        ),
+    ],
+)
+def test_a_batch_norm_that_cannot_be_folded_stays_and_the_log_says_why(model, reason, caplog):
+    x = torch.rand(2, 3, 4, 4)
+    expected = model.eval()(x).detach()
+    with caplog.at_level(logging.INFO, "balnorm"):
+        folded = fold(model)
+    assert sum(isinstance(module, nn.BatchNorm2d) for module in folded.modules()) == 1
+    assert [message for message in caplog.messages if message.endswith(f": {reason}")]
+    assert torch.equal(folded(x).detach(), expected)
+
+
+def test_a_norm_after_two_convolutions_is_folded_into_both():
+    model = Steps(
+        lambda self, x: self.norm(self.first(x)) + self.norm(self.second(x)),
+        first=nn.Conv2d(3, 4, 1),
+        second=nn.Conv2d(3, 4, 1),
+        norm=with_statistics(nn.BatchNorm2d(4)),
+    ).eval()
+    x = torch.randn(2, 3, 4, 4)
+    folded = fold(model)
+    assert type(folded.norm) is nn.Identity
+    torch.testing.assert_close(folded(x), model(x))
 
 
 def test_layers_without_a_running_mass_cannot_be_folded():

@@ -8,7 +8,7 @@ from benchmarks.zoo import SLOW, TIMM, TORCHVISION, as_trained, build, exactness
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from balnorm import BalNormConv2d, BalNormLayer, ChannelAffine, convert
+from balnorm import BalNormConv2d, BalNormLayer, ChannelAffine, convert, fold
 from balnorm.surgery._decisions import Kept, attribute
 from balnorm.surgery._flow import recorded, traced
 from balnorm.surgery._model import undisturbed
@@ -156,6 +156,19 @@ def test_a_norm_with_an_activation_becomes_both():
     assert type(model[1].affine) is ChannelAffine
     assert isinstance(model[1].act, torch.nn.SiLU)
     torch.testing.assert_close(model(x).detach(), expected)
+
+
+def test_a_folded_norm_leaves_its_activation():
+    import_timm()
+    from timm.layers import BatchNormAct2d
+
+    x = torch.randn(8, 3, 5, 5)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), BatchNormAct2d(4, act_layer=torch.nn.SiLU))
+    model(x)
+    folded = fold(model.eval())
+    assert isinstance(folded[1].act, torch.nn.SiLU)
+    assert folded[1].act is not model[1].act
+    torch.testing.assert_close(folded(x), model(x))
 
 
 def test_timm_folds_with_its_own_function():

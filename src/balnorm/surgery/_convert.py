@@ -46,7 +46,7 @@ from balnorm.text_table import text_table
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ConversionReport", "convert"]
+__all__ = ["ConversionReport", "convert", "with_activation"]
 
 
 class ConversionRow(NamedTuple):
@@ -207,7 +207,7 @@ def convert(
         # Up to here nothing has changed the model, so a mistake in the arguments leaves it as it was.
         _let_activations_copy(decisions)
         model = replace_modules(model, {it: made for it in leaner if (made := lean_activation(it))})
-        whole = {it: _with_activation(it, made) if is_norm_act(it) else made for it, made in new.items()}
+        whole = {it: with_activation(it, made) if is_norm_act(it) else made for it, made in new.items()}
         model = replace_modules(model, whole)
         if original:
             proof = original.compare(model)
@@ -351,7 +351,7 @@ def _balanced_layer(layer: nn.Module, decision: Balanced, options: LayerKeywords
     return balanced
 
 
-def _with_activation(norm: nn.Module, made: nn.Module) -> nn.Module:
+def with_activation(norm: nn.Module, made: nn.Module) -> nn.Module:
     """What replaces one of timm's norms, with the activation and dropout that the norm had inside."""
     first = {} if isinstance(made, nn.Identity) else {"affine": made}
     return nn.Sequential(OrderedDict(first | _beside_the_norm(norm))).train(norm.training)

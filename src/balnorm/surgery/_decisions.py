@@ -41,6 +41,7 @@ __all__ = [
     "Removed",
     "attribute",
     "explain",
+    "foldable_norms",
     "has_own_code",
     "is_batch_norm",
     "is_norm_act",
@@ -72,6 +73,7 @@ class Reason(Enum):
     HAS_HOOKS = "it has hooks, which would be lost"
     FORWARD_REPLACED = "its forward was replaced, which would be lost"
     ONE_WEIGHT = "one weight per output: there is nothing to balance"
+    NO_STATISTICS = "it has no running statistics"
     # A layer
     NO_NORM = "no BatchNorm follows or feeds it"
     ITS_NORM_STAYS = "its {} stays"
@@ -263,6 +265,25 @@ def attribute(
     return {module: decided[module] for module in candidates}
 
 
+def foldable_norms(model: nn.Module, flow: Flow) -> dict[nn.Module, Removed | Kept]:
+    """Decide which BatchNorms can become part of the layers that they follow, in eval mode."""
+    candidates = [module for module in model.modules() if _is_layer(module) or is_batch_norm(module)]
+    fixed = {module: because for module in candidates if (because := _why_untouchable(module, flow))}
+    layers: list[nn.Module] = [module for module in candidates if _is_layer(module) and module not in fixed]
+    following = {layer: norm for layer in layers if (norm := _following(layer, flow))}
+    found = dict[nn.Module, Removed | Kept]()
+    for norm in (module for module in candidates if is_batch_norm(module)):
+        if norm in fixed:
+            found[norm] = Kept((fixed[norm],))
+        elif norm.running_mean is None:
+            found[norm] = Kept((Because(Reason.NO_STATISTICS),))
+        elif its_layers := _followed(norm, following, flow):
+            found[norm] = Removed(Place.FOLLOWS, its_layers)
+        else:
+            found[norm] = Kept((_why_not_following(norm, flow, fixed),))
+    return found
+
+
 def is_batch_norm(module: nn.Module | None) -> bool:
     """Whether it is a BatchNorm of any kind, even one that only its name and its buffers show."""
     return isinstance(module, _BatchNorm) or (
@@ -328,7 +349,16 @@ def _why_fixed(module: nn.Module, flow: Flow, skipped: Collection[nn.Module]) ->
         return Because(Reason.SKIPPED)
     if isinstance(module, BalNormLayer):
         return Because(Reason.BALANCED_ALREADY)
-    if torch_class(module) is None and not is_norm_act(module):
+    if because := _why_untouchable(module, flow):
+        return because
+    if _is_layer(module) and _fan_in(module) < 2:
+        return Because(Reason.ONE_WEIGHT)
+    return None
+
+
+def _why_untouchable(module: nn.Module, flow: Flow) -> Because | None:
+    """Why nothing can take the place of a layer or a norm, whatever it is."""
+    if not isinstance(module, BalNormLayer) and torch_class(module) is None and not is_norm_act(module):
         return Because(Reason.NOT_OF_TORCH, type(module))
     if module not in flow.by_module:
         return Because(Reason.NOT_CALLED)
@@ -338,8 +368,6 @@ def _why_fixed(module: nn.Module, flow: Flow, skipped: Collection[nn.Module]) ->
         return Because(Reason.HAS_HOOKS)
     if "forward" in vars(module):
         return Because(Reason.FORWARD_REPLACED)
-    if _is_layer(module) and _fan_in(module) < 2:
-        return Because(Reason.ONE_WEIGHT)
     return None
 
 

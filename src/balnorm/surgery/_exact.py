@@ -25,7 +25,7 @@ from balnorm.surgery._decisions import Affine, Balanced, Decision, Place, Remove
 from balnorm.surgery._model import in_double_precision, tensors_in, undisturbed
 from balnorm.surgery._statistics import StatisticsSum
 
-__all__ = ["Original", "Proof", "is_exact"]
+__all__ = ["FactorAndShift", "Original", "Proof", "is_exact"]
 
 _COMPARED = 256  # keep the outputs of this many samples for the comparison
 _SMALLEST_MASS = 1e-3  # of the mean: at a mass of 0, a channel that is dead on these images would stay dead
@@ -51,7 +51,7 @@ class Proof(NamedTuple):
         return text if self.agreement is None else f"{text}, {self.agreement:.1%} of the predictions are equal"
 
 
-class _FactorAndShift(NamedTuple):
+class FactorAndShift(NamedTuple):
     """A norm in eval mode, y = weight / deviation x + shift, in double precision."""
 
     weight: Tensor
@@ -59,7 +59,7 @@ class _FactorAndShift(NamedTuple):
     shift: Tensor
 
     @classmethod
-    def of(cls, norm: nn.Module | None, like: Tensor) -> _FactorAndShift:
+    def of(cls, norm: nn.Module | None, like: Tensor) -> FactorAndShift:
         """Those of a norm; without one, 1 and 0."""
         ones = in_double_precision(torch.ones_like(like))
         if norm is None:
@@ -92,7 +92,7 @@ class Original:
         batches: Iterable[tuple[Any, ...]],
     ) -> None:
         self.new = {module: new[module] for module, decision in decisions.items() if is_exact(decision)}
-        self.factors = dict[nn.Module, _FactorAndShift]()
+        self.factors = dict[nn.Module, FactorAndShift]()
         """By the module that is replaced."""
         self.outputs = list[tuple[tuple[Any, ...], list[Tensor]]]()
         """Arguments of the network, and its outputs."""
@@ -109,11 +109,11 @@ class Original:
         for old, layer in self.new.items():
             decision = decisions[old]
             if isinstance(layer, ChannelAffine):
-                self.factors[old] = factors = _FactorAndShift.of(old, layer.factor)
+                self.factors[old] = factors = FactorAndShift.of(old, layer.factor)
                 _set_affine(layer, old, factors)
             elif isinstance(layer, BalNormLayer) and isinstance(decision, Balanced):
                 norm = decision.norm if decision.place is Place.FOLLOWS else None
-                self.factors[old] = factors = _FactorAndShift.of(norm, layer.gain)
+                self.factors[old] = factors = FactorAndShift.of(norm, layer.gain)
                 _set_statistics(layer, *sums[old].result())
                 _set_layer(layer, old.bias, factors, learns=_learns(old, norm))  # type: ignore[arg-type]
 
@@ -177,7 +177,7 @@ class Original:
 
 
 @torch.no_grad()
-def _set_layer(layer: BalNormLayer, bias: Tensor | None, factors: _FactorAndShift, *, learns: bool) -> None:
+def _set_layer(layer: BalNormLayer, bias: Tensor | None, factors: FactorAndShift, *, learns: bool) -> None:
     """Make a layer with statistics compute what its weight, this bias and the norm with these factors computed."""
     assert layer.running_mass is not None
     total, c, _ = contribution(
@@ -220,7 +220,7 @@ def _set_statistics(layer: BalNormLayer, statistics: Tensor, batches: Tensor) ->
 
 
 @torch.no_grad()
-def _set_affine(layer: ChannelAffine, norm: nn.Module, factors: _FactorAndShift) -> None:
+def _set_affine(layer: ChannelAffine, norm: nn.Module, factors: FactorAndShift) -> None:
     layer.factor.copy_(factors.weight / factors.deviation)
     layer.bias.copy_(factors.shift)
     layer.bias.requires_grad_(_learns(norm, norm))

@@ -7,13 +7,16 @@ import logging
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from balnorm._checks import HAS_HOOKS, warn, warn_of_missing_statistics
 from balnorm.activations import LeanActivation
 from balnorm.channels import ChannelAffine, ChannelCentre
 from balnorm.layers import BALANCED, BalNormLayer
+from balnorm.surgery._convert import with_activation
+from balnorm.surgery._decisions import Removed, explain, foldable_norms, is_batch_norm, is_norm_act
+from balnorm.surgery._exact import FactorAndShift
 from balnorm.surgery._flow import Flow, traced
 from balnorm.surgery._model import (
     ModelT,
@@ -32,16 +35,19 @@ logger = logging.getLogger(__name__)
 def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
     """Replace every balanced layer by the plain torch layer with the same output in eval mode.
 
-    A :class:`~balnorm.ChannelAffine` goes into the convolution or linear layer that it feeds, if that one alone reads
-    it and does not pad; otherwise it becomes a depthwise 1x1 convolution. A :class:`~balnorm.ChannelCentre` may also go
-    into the layer that feeds it, if nothing else reads that one's output. Activations of :mod:`balnorm.activations`
-    become torch's own. You can use and unpickle the result without balnorm, and it costs what an unnormalised network
-    costs. Its weights are balanced for the running statistics (see :func:`update_stats`). It is for inference: trained
-    further, it would be a network without normalisation. The names of the folded layers are logged at level INFO. Hooks
-    of the layers are lost, with a warning.
+    A BatchNorm that is left in the model becomes part of the convolution that it follows, if that one's output goes
+    nowhere else. A :class:`~balnorm.ChannelAffine` goes into the convolution or linear layer that it feeds, if that
+    one alone reads it and does not pad; otherwise it becomes a depthwise 1x1 convolution. A
+    :class:`~balnorm.ChannelCentre` may also go into the layer that feeds it, if nothing else reads that one's
+    output. Activations of :mod:`balnorm.activations` become torch's own.
+
+    You can use and unpickle the result without balnorm, and it costs what an unnormalised network costs. Its
+    weights are balanced for the running statistics (see :func:`update_stats`). It is for inference: trained
+    further, it would be a network without normalisation. At level INFO, the log names what is folded, and says why
+    a BatchNorm stays. Hooks of the layers are lost, with a warning.
 
     Args:
-        model: any module with balanced layers; a module without any is returned unchanged.
+        model: any module; one with neither balanced layers nor BatchNorms is returned unchanged.
         inplace: change ``model`` itself, not a copy.
 
     Example:
@@ -66,7 +72,8 @@ def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
         if not all(type(hook).__module__.startswith("torch.nn.utils.") for hook in hooks):
             warn(layer, HAS_HOOKS, name)
     warn_of_missing_statistics(model)  # once, and not for every layer
-    logger.info("folding %d layers: %s", len(layers), ", ".join(layers))
+    if layers:
+        logger.info("folding %d layers: %s", len(layers), ", ".join(layers))
     plain: dict[nn.Module, nn.Module] = {layer: layer.fuse() for layer in layers.values()}
     plain |= {module: module.fuse() for module in model.modules() if isinstance(module, LeanActivation)}
     constant = {
@@ -74,17 +81,21 @@ def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
         for module in model.modules()
         if isinstance(module, ChannelAffine | ChannelCentre)
     }
-    flow = _flow_of(model) if constant else Flow()
+    norms = any(is_batch_norm(module) for module in model.modules())
+    flow = _flow_of(model) if constant or norms else Flow()
     for module, affine in constant.items():
         following, preceding = (_neighbour(flow, module, after=after) for after in (True, False))
         if following is not None and _takes_any_factor(following, affine.axes):
             plain[following] = _with_factor(plain.get(following, following), affine)
             plain[module] = nn.Identity().train(module.training)
         elif preceding is not None and isinstance(module, ChannelCentre) and _is_convolution(preceding, affine.axes):
-            plain[preceding] = _with_shift(plain.get(preceding, preceding), affine)
+            before = plain.get(preceding, preceding)
+            plain[preceding] = _scaled_and_shifted(before, affine.factor, affine.bias)
             plain[module] = nn.Identity().train(module.training)
         else:
             plain[module] = _depthwise(affine)
+    if norms:
+        _fold_norms(model, flow, plain)
     if inplace:
         return replace_modules(model, plain)
     # The copy gets the plain layers right away: balanced ones need not be copied first.
@@ -94,6 +105,26 @@ def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
         kept = [value for name, value in vars(owner).items() if not name.startswith("_")]
         memo |= {id(tensor): tensor.detach().clone() for tensor in tensors_in(kept) if not tensor.is_leaf}
     return copy.deepcopy(model, memo)
+
+
+def _fold_norms(model: nn.Module, flow: Flow, plain: dict[nn.Module, nn.Module]) -> None:
+    """Add to ``plain`` the layers that have taken in the BatchNorms that follow them, and what is left of the norms."""
+    names = {module: name for name, module in model.named_modules()}
+    folded = list[str]()
+    for norm, decision in foldable_norms(model, flow).items():
+        if isinstance(decision, Removed):
+            factors = FactorAndShift.of(norm, norm.running_mean)  # type: ignore[arg-type]  # which it has
+            for layer in decision.layers:
+                before = plain.get(layer, layer)
+                plain[layer] = _scaled_and_shifted(before, factors.weight / factors.deviation, factors.shift)
+            rest = with_activation(norm, nn.Identity()) if is_norm_act(norm) else nn.Identity().train(norm.training)
+            plain[norm] = copy.deepcopy(rest, {id(module): made for module, made in plain.items()})
+            folded.append(names[norm])
+        else:
+            why = explain(decision, names) if flow.calls else "the model cannot be traced symbolically"
+            logger.info("not folding %s: %s", names[norm], why)
+    if folded:
+        logger.info("folding %d BatchNorms: %s", len(folded), ", ".join(folded))
 
 
 def _flow_of(model: nn.Module) -> Flow:
@@ -151,15 +182,20 @@ def _with_factor(layer: nn.Module, affine: ChannelAffine) -> nn.Module:
 
 
 @torch.no_grad()
-def _with_shift(layer: nn.Module, affine: ChannelAffine) -> nn.Module:
-    """A plain layer that adds the shift of ``affine`` to what ``layer`` computes."""
+def _scaled_and_shifted(layer: nn.Module, factor: Tensor, shift: Tensor) -> nn.Module:
+    """A plain layer that computes what ``layer`` does, times a factor for each output channel and plus a shift."""
     assert isinstance(layer, _ConvNd | nn.Linear)
-    shift, like = in_double_precision(affine.bias), layer.weight
+    factor, shift, weight = (in_double_precision(values) for values in (factor, shift, layer.weight))
     if layer.bias is not None:
-        shift = shift + in_double_precision(layer.bias)
-    shifted = copy.deepcopy(layer)
-    shifted.bias = nn.Parameter(shift.to(like), like.requires_grad)
-    return shifted
+        shift = shift + factor * in_double_precision(layer.bias)
+    groups, inputs = 1, 1
+    if isinstance(layer, _ConvNd) and layer.transposed:  # the second dimension has the outputs of one group
+        groups, inputs = layer.groups, layer.in_channels // layer.groups
+    by_output = weight.reshape(groups, inputs, len(factor) // groups, -1)
+    merged = copy.deepcopy(layer)
+    merged.weight.copy_((by_output * factor.view(groups, 1, -1, 1)).view_as(layer.weight))
+    merged.bias = nn.Parameter(shift.to(layer.weight), layer.weight.requires_grad)
+    return merged
 
 
 def _depthwise(affine: ChannelAffine) -> nn.Module:
