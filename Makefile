@@ -58,7 +58,7 @@ clean: ## remove the environments and all caches
 	rm -rf $(VENV) $(VENV)-torch-* $(VENV)-docs site .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 
 # torch is pinned and installed from constraints.txt: a looser version brings gigabytes of CUDA to machines without it.
-# timm and torchvision serve comparisons only, and without --no-deps would ask for another torch.
+# These three serve comparisons and examples only, and without --no-deps would ask for another torch.
 $(READY): $(VENV)/.installed $(KERNELS)
 	$(BIN)/python hatch_build.py || echo "balnorm goes on without its native kernels"
 	touch $@
@@ -67,7 +67,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt Makefile
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps timm torchvision
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps timm torchvision segmentation-models-pytorch
 	touch $@
 
 # The site is made from the sources as text: it needs no torch, only what the extra `docs` lists, on one line.

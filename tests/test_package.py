@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import types
+import warnings
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -194,25 +195,37 @@ def test_the_package_is_typed():
 
 RUNNING = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("convert", "norms", "not-learning", "saving", "several-processes", "train")),
+    *(f"docs/{name}.md" for name in ("convert", "frameworks", "norms", "not-learning", "saving", "segmentation")),
+    *(f"docs/{name}.md" for name in ("several-processes", "train", "volumes")),
 ]
+
+OF_OTHERS = ("accelerate", "lightning", "monai", "segmentation_models_pytorch", "timm")
 
 
 @pytest.mark.parametrize("document", RUNNING)
 def test_python_in_the_documents_runs(document, tmp_path, monkeypatch):
-    """Block after block, in one program."""
+    """Block after block, in one program, up to the first that wants a package that is not installed."""
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
     assert blocks
-    if "timm" in "".join(blocks):
-        if importlib.util.find_spec("timm") is None:
-            pytest.skip("timm is not installed")
-        from benchmarks.zoo import import_timm
-
-        import_timm()
     program = {}
     for block in blocks:
+        for package in OF_OTHERS:
+            if re.search(rf"^(?:import|from) .*\b{package}\b", block, re.MULTILINE):
+                import_package_of_others(package)
         exec(compile(block, document, "exec"), program)
+
+
+def import_package_of_others(package):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    from benchmarks.zoo import import_timm
+
+    import_timm()  # torchvision, which some of them import, has to be mended first
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module(package)
+    warnings.filterwarnings("ignore", module=package)
 
 
 def run_example(name, folder):
