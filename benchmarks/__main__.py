@@ -439,7 +439,7 @@ def input_pipeline(rounds: int) -> Iterable[str]:
     random = np.random.default_rng(0)
     data = Images(random.integers(0, 256, (10_240, 3, 32, 32), np.uint8), random.integers(0, 10, 10_240), ("",) * 10)
     statistics_ = channel_statistics(data.images)
-    loader = MemoryLoader(data, 128, training=True, padding=4, flip=True, pixels="standardized", statistics=statistics_)
+    loader = MemoryLoader(data, 128, training=True, padding=4, flip=True, pixels="standardised", statistics=statistics_)
     network = NETWORKS["WRN-20 width 16, batch 128"]
     model, x = in_layout(network.build("balnorm"), (128, 3, 32, 32), "channels_last")
     batches = (batch for epoch in itertools.count() for batch in loader.epoch(epoch))

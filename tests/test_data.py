@@ -454,11 +454,11 @@ def test_moves_are_uniform():
 def test_pixels():
     images = torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 1, 1, 3)
     assert torch.allclose(to_float(images, "unit").flatten(), torch.tensor([0.0, 0.2, 1.0]))
-    standardized = to_float(images, "standardized", ([0.5], [0.25])).flatten()
-    assert torch.allclose(standardized, torch.tensor([-2.0, -1.2, 2.0]))
-    with pytest.raises(ValueError, match="standardized pixels need the data set's mean and standard deviation"):
-        to_float(images, "standardized")
-    with pytest.raises(ValueError, match="pixels must be 'unit' or 'standardized', got 'raw'"):
+    standardised = to_float(images, "standardised", ([0.5], [0.25])).flatten()
+    assert torch.allclose(standardised, torch.tensor([-2.0, -1.2, 2.0]))
+    with pytest.raises(ValueError, match="standardised pixels need the data set's mean and standard deviation"):
+        to_float(images, "standardised")
+    with pytest.raises(ValueError, match="pixels must be 'unit' or 'standardised', got 'raw'"):
         to_float(images, "raw")
 
 
@@ -541,11 +541,11 @@ def test_evaluation_changes_nothing():
 
 def test_batches_are_channels_last_and_standardised():
     data = images_of()
-    loader = memory_loader(pixels="standardized", statistics=channel_statistics(data.images), padding=0)
+    loader = memory_loader(pixels="standardised", statistics=channel_statistics(data.images), padding=0)
     images, _ = next(loader.epoch(0))
     assert images.is_contiguous(memory_format=torch.channels_last)
     whole, _ = collect(
-        MemoryLoader(data, 100, training=False, pixels="standardized", statistics=channel_statistics(data.images))
+        MemoryLoader(data, 100, training=False, pixels="standardised", statistics=channel_statistics(data.images))
     )
     assert torch.allclose(whole.mean((0, 2, 3)), torch.zeros(3), atol=1e-4)
     assert torch.allclose(whole.std((0, 2, 3)), torch.ones(3), atol=1e-3)
@@ -560,8 +560,8 @@ def test_bad_options_fail_at_once():
         MemoryLoader(images_of(), 10, training=True, seed=-1)
     with pytest.raises(ValueError, match="rank must be from 0 to 1, got 2"):
         MemoryLoader(images_of(), 10, training=True, rank=2, world=2)
-    with pytest.raises(ValueError, match="standardized pixels need"):
-        memory_loader(pixels="standardized")
+    with pytest.raises(ValueError, match="standardised pixels need"):
+        memory_loader(pixels="standardised")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -802,7 +802,7 @@ def test_negative_numbers_are_refused(options):
 
 def test_a_constant_channel_is_no_division_by_zero():
     data = Images(np.full((4, 1, 2, 2), 7, np.uint8), np.zeros(4, np.int64), ("a",))
-    loader = MemoryLoader(data, 4, training=False, pixels="standardized", statistics=channel_statistics(data.images))
+    loader = MemoryLoader(data, 4, training=False, pixels="standardised", statistics=channel_statistics(data.images))
     assert next(loader.epoch())[0].abs().max() < 1e-5
 
 

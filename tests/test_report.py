@@ -20,7 +20,7 @@ from balnorm.bench.cli import main
 from balnorm.bench.norms import NORMS
 from balnorm.bench.study.figures import STYLES, Curve, Figure, Panel, figures, styles_of
 from balnorm.bench.study.plots import figure_files
-from balnorm.bench.study.report import summarize, write_report
+from balnorm.bench.study.report import summarise, write_report
 from balnorm.bench.study.results import read_results
 from balnorm.bench.study.statistics import (
     difference,
@@ -58,7 +58,7 @@ def tables_of(study, reach):
 
 def summary_of(study):
     results = read_results([study])
-    return summarize(results, differences_to(results, "batchnorm"))
+    return summarise(results, differences_to(results, "batchnorm"))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -449,7 +449,7 @@ def test_the_summary_with_balnorm_as_the_baseline(tmp_path):
         make_run(tmp_path, "balnorm", seed, [0.5, 0.7], mass="position")
         make_run(tmp_path, "none", seed, [0.5, 0.4])
     results = read_results([tmp_path])
-    sentences = summarize(results, differences_to(results, "balnorm"))
+    sentences = summarise(results, differences_to(results, "balnorm"))
     assert [text.split(" points")[0] for text in sentences if "eed by seed" in text] == [
         "Seed by seed, balnorm mass=position is +10.00",
         "Seed by seed, none is -20.00",

@@ -389,7 +389,7 @@ def test_a_test_loss_that_is_not_finite_is_divergence(tmp_path, monkeypatch, los
 
 
 @pytest.mark.parametrize(("data", "flip"), [("cifar10", True), ("svhn", False)])
-@pytest.mark.parametrize(("norm", "pixels"), [("balnorm", "unit"), ("batchnorm", "standardized")])
+@pytest.mark.parametrize(("norm", "pixels"), [("balnorm", "unit"), ("batchnorm", "standardised")])
 def test_loaders_are_what_the_recipe_says(monkeypatch, data, flip, norm, pixels):
     def load(name, root, split, limit):
         images = np.random.default_rng(0).integers(0, 256, (limit, 3, 32, 32), dtype=np.uint8)

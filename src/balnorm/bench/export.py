@@ -98,12 +98,12 @@ def export_folded(saved: Saved, out: Path) -> None:
         raise ValueError(f"there is nothing to fold: the network has {saved.recipe.norm}, and no balanced layer")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporters' own
-        contents = _serialized(fold(saved.model), saved.images.shape, out.suffix)
+        contents = _serialised(fold(saved.model), saved.images.shape, out.suffix)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, contents)
 
 
-def _serialized(model: nn.Module, image: tuple[int, int, int], kind: str) -> bytes:
+def _serialised(model: nn.Module, image: tuple[int, int, int], kind: str) -> bytes:
     """Serialise in memory: torch's own file writers abort the process if the disk is full."""
     buffer = io.BytesIO()
     if kind == ".pt":
@@ -122,5 +122,5 @@ def _serialized(model: nn.Module, image: tuple[int, int, int], kind: str) -> byt
     except ModuleNotFoundError as error:
         raise ValueError(f"writing ONNX needs {error.name}: pip install onnx onnxscript") from None
     assert program is not None
-    serialized: bytes = program.model_proto.SerializeToString()
-    return serialized
+    serialised: bytes = program.model_proto.SerializeToString()
+    return serialised

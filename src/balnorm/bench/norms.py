@@ -82,7 +82,7 @@ class _Standardize(nn.Module):
         return (weight - mean) / (std + 1e-5)
 
 
-def weight_standardized(*args: Any, **kwargs: Any) -> nn.Module:
+def weight_standardised(*args: Any, **kwargs: Any) -> nn.Module:
     layer = conv(*args, bias=False, **kwargs)
     parametrize.register_parametrization(layer, "weight", _Standardize())
     return layer
@@ -106,7 +106,7 @@ class _ScaledStandardize(nn.Module):
         return (weight - mean) / length * (self.gamma * self.gain.view(-1, 1, 1, 1))
 
 
-def scaled_weight_standardized(*args: Any, **kwargs: Any) -> nn.Module:
+def scaled_weight_standardised(*args: Any, **kwargs: Any) -> nn.Module:
     made = conv(*args, bias=True, **kwargs)
     parametrize.register_parametrization(made, "weight", _ScaledStandardize(made.out_channels))
     return made
@@ -451,12 +451,12 @@ NORMS: dict[str, Normalization] = {
         "Krizhevsky, Sutskever and Hinton 2012, ImageNet Classification ...",
     ),
     "weightstandardization": Normalization(
-        weight_standardized,
+        weight_standardised,
         group_norm,
         "Qiao, Wang, Liu, Shen and Yuille 2019, Micro-Batch Training with ...",
     ),
     "weightstandardization-scaled": Normalization(
-        scaled_weight_standardized,
+        scaled_weight_standardised,
         identity,
         "Brock, De and Smith 2021, Characterizing signal propagation to close the performance gap in ...",
     ),

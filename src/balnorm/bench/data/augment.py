@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["ChannelStatistics", "Moves", "Pixels", "crop_and_flip", "draw_moves", "generator", "to_float"]
 
-Pixels = Literal["unit", "standardized"]
+Pixels = Literal["unit", "standardised"]
 """The network's input: pixels in [0, 1], or with mean 0 and variance 1 in each channel."""
 
 
@@ -82,10 +82,10 @@ def to_float(images: Tensor, pixels: Pixels, statistics: ChannelStatistics | Non
     x = images.to(torch.float32, memory_format=torch.channels_last)
     if pixels == "unit":
         return x.div_(255)
-    if pixels != "standardized":
-        raise ValueError(f"pixels must be 'unit' or 'standardized', got {pixels!r}")
+    if pixels != "standardised":
+        raise ValueError(f"pixels must be 'unit' or 'standardised', got {pixels!r}")
     if statistics is None:
-        raise ValueError("standardized pixels need the data set's mean and standard deviation: statistics=(mean, std)")
+        raise ValueError("standardised pixels need the data set's mean and standard deviation: statistics=(mean, std)")
     mean, std = (torch.as_tensor(values, dtype=torch.float64) for values in statistics)
     std = torch.where(std > 0, std, 1.0)  # a channel that never changes
     # A row of pixels at a time: long enough for vector instructions, which three channels are not.

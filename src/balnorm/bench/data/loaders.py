@@ -76,7 +76,7 @@ class MemoryLoader:
         seed: of order and augmentation.
         padding: largest shift in pixels; 0 for none.
         flip: whether to mirror half of the images.
-        pixels: ``"unit"`` or ``"standardized"``.
+        pixels: ``"unit"`` or ``"standardised"``.
         statistics: mean and standard deviation of each channel, for standardised pixels.
         rank, world: which process this is, and of how many.
         device: where the images are kept and the batches made.

@@ -89,7 +89,7 @@ def write_report(
         except Exception as error:  # matplotlib can raise anything, and the page draws the figure too
             problems.append(f"{figure.key} could not be drawn ({one_line(error)[:200]})")
         drawn.append((figure, files))
-    summary = summarize(results, compared)
+    summary = summarise(results, compared)
     styles = styles_of(results.methods) | {method: it for figure, _ in drawn for method, it in figure.styles.items()}
     page = _render(
         title=title or "balnorm: " + ", ".join(sorted({run.recipe.name for run in results.runs})),
@@ -152,7 +152,7 @@ def _write(out: Path, contents: Mapping[str, bytes]) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def summarize(results: Results, differences: Differences) -> list[str]:
+def summarise(results: Results, differences: Differences) -> list[str]:
     """The outcome in sentences."""
     metric = results.metric
     spreads = {setting: found for setting, runs in results.by_setting.items() if (found := final_spread(runs, metric))}

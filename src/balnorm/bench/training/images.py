@@ -58,7 +58,7 @@ def _loader(
 ) -> Loader:
     options |= {"rank": team.rank, "world": team.world, "device": team.device}
     # BalNorm's inputs are not negative, so its paper recommends pixels in [0, 1]. Other norms get the customary ones.
-    pixels = "unit" if recipe.norm == "balnorm" else "standardized"
+    pixels = "unit" if recipe.norm == "balnorm" else "standardised"
     options |= {"pixels": pixels, "statistics": spec.statistics}
     if isinstance(data, ImageFolder):
         return FolderLoader(data, batch_size, size=spec.size, workers=recipe.workers, **options)
