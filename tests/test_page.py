@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from balnorm.bench.study.report import write_report
@@ -15,6 +16,12 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 PAGES = ["norms", "rates"]
 SHIM = Path(__file__).parent.parent / "docs" / "site" / "iframe-worker.js"
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+
+FIGURE = "JSON.parse(document.getElementById('data').textContent).figures.find((figure) => figure.key === key)"
+FIRST_MEDIANS = f"(key) => {FIGURE}.panels[0].curves[0].median"
+RUNS_OF_ALL_CURVES = f"""((key) => {FIGURE}.panels.flatMap((panel) => panel.curves).map((curve) =>
+    JSON.parse(document.getElementById('data').textContent).runs[curve.settings[0]].length).reduce((a, b) => a + b)
+)('accuracy')"""
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None or importlib.util.find_spec("playwright") is None, reason="needs Chromium and playwright"
@@ -85,6 +92,71 @@ def test_curves_can_be_switched_off_and_on(page):
     assert page.locator(".line").count() == others - before
     page.get_by_label("batchnorm", exact=True).check()
     assert lines.count() == before
+
+
+def test_single_seeds_are_thin_lines_in_place_of_bands(page):
+    seeds, bands, lines = (page.locator(f"#figure-accuracy .{name}") for name in ("seed", "band", "line"))
+    before, medians = bands.count(), lines.count()
+    assert before >= 9
+    assert seeds.count() == 0
+    page.get_by_label("single seeds").check()
+    assert (seeds.count(), bands.count(), lines.count()) == (page.evaluate(RUNS_OF_ALL_CURVES), 0, medians)
+    assert all("NaN" not in seed.get_attribute("points") for seed in seeds.all())
+    page.get_by_label("single seeds").uncheck()
+    assert (seeds.count(), bands.count()) == (0, before)
+
+
+def test_losses_have_a_logarithmic_axis(page):
+    def heights():
+        """Of the first curve of a figure, with the logarithms of its values."""
+        found = {}
+        for key in ("accuracy", "loss"):
+            points = page.locator(f"#figure-{key} .line").first.get_attribute("points").split()
+            values = page.evaluate(FIRST_MEDIANS, key)
+            found[key] = np.array([float(point.split(",")[1]) for point in points]), np.log(values)
+        return found
+
+    before = heights()
+    page.get_by_label("logarithmic axis for losses").check()
+    after = heights()
+    assert (after["accuracy"][0] == before["accuracy"][0]).all()
+    y, logarithms = after["loss"]
+    assert y == pytest.approx(np.polyval(np.polyfit(logarithms, y, 1), logarithms), abs=1e-6)
+    assert len(set(y)) == len(y)
+
+
+def test_time_is_an_axis_too(page):
+    def first():
+        return float(page.locator("#figure-accuracy .line").first.get_attribute("points").split(",")[0])
+
+    left = first()
+    page.get_by_label("time instead of epochs").check()
+    assert page.locator("#figure-accuracy .panel").first.get_by_text("time, seconds").is_visible()
+    assert first() > left + 5  # the axis starts at 0 seconds, that of epochs at 1
+    page.get_by_label("time instead of epochs").uncheck()
+    assert first() == left
+
+
+def test_everything_can_be_reached_with_the_keyboard(page):
+    tip, focused = page.locator("#tip"), page.locator(":focus")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Space")
+    assert page.get_by_label("single seeds").is_checked()
+    for _ in range(3 + len(page.evaluate("data => JSON.parse(document.getElementById('data').textContent).styles"))):
+        page.keyboard.press("Tab")
+    assert "Arrow keys" in focused.get_attribute("aria-label")
+    page.keyboard.press("Home")
+    start = tip.inner_text()
+    assert "n = 3" in start
+    page.keyboard.press("ArrowRight")
+    assert tip.inner_text() != start
+    page.keyboard.press("ArrowLeft")
+    assert tip.inner_text() == start
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+    page.keyboard.press("End")
+    page.keyboard.press("Tab")  # to the next panel
+    assert not tip.is_visible()
 
 
 def test_hovering_shows_the_values(page):

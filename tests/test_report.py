@@ -30,6 +30,7 @@ from balnorm.bench.study.statistics import (
     levels,
     probability_of_improvement,
     quantile,
+    seconds_by_epoch,
     spread,
     values_by_epoch,
 )
@@ -103,6 +104,16 @@ def test_a_run_under_way_counts_as_far_as_it_is(study):
     assert [each.n for each in values_by_epoch(runs, "test_accuracy").values()] == [3, 3, 2]
     assert final(runs, "test_accuracy") == {0: 0.4, 1: 0.4}
     assert len(epochs_to_reach(runs, 0.1)) == 2
+
+
+def test_the_time_of_an_epoch_is_a_sum_of_medians(tmp_path):
+    for seed, seconds in enumerate(([1.0, 2.0, 9.0], [3.0, 2.0, 1.0], [8.0])):
+        run = make_run(tmp_path, "none", seed, [0.1] * len(seconds), epochs=3)
+        records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+        run.metrics.write_text(
+            "".join(json.dumps({**r, "seconds": s}) + "\n" for r, s in zip(records, seconds, strict=True))
+        )
+    assert seconds_by_epoch(read_results([tmp_path]).runs) == [3.0, 5.0, 10.0]
 
 
 def test_differences_are_paired_by_seed():

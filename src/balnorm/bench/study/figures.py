@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from balnorm.bench.study.metrics import is_share, lower_is_better
 from balnorm.bench.study.results import Results
-from balnorm.bench.study.statistics import Spread, final_spread, values_by_epoch
+from balnorm.bench.study.statistics import Spread, final_spread, seconds_by_epoch, values_by_epoch
 
 __all__ = ["STYLES", "Curve", "Figure", "Panel", "Style", "figures", "styles_of"]
 
@@ -69,6 +69,10 @@ class Curve:
     low: tuple[float | None, ...]
     high: tuple[float | None, ...]
     n: tuple[int, ...]
+    settings: tuple[str, ...] = ()
+    """The setting of all points, or of each. The page finds the single runs by it."""
+    seconds: tuple[float, ...] = ()
+    """How long it takes to the end of each epoch, where x is the epoch."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,10 @@ class Figure:
     panels: tuple[Panel, ...]
     styles: dict[str, Style]
     """How to draw each method."""
+    metric: str = ""
+    """The name of the quantity in the records."""
+    loss: bool = False
+    """Whether less is better."""
 
 
 def styles_of(methods: Sequence[str]) -> dict[str, Style]:
@@ -120,7 +128,7 @@ def figures(results: Results) -> list[Figure]:
         for setting, runs in results.by_setting.items():
             own = curves.setdefault(setting.variation, [])
             if found := values_by_epoch(runs, metric):
-                own.append(_curve(setting.method, found))
+                own.append(_curve(setting.method, found, [str(setting)], seconds_by_epoch(runs)))
         everything = [curve for own in curves.values() for curve in own]
         limits = _limits(everything, lower_is_better(metric))  # of all, to compare panels
         panels = [
@@ -130,17 +138,24 @@ def figures(results: Results) -> list[Figure]:
             panels += _zooms(panels[0].curves, metric)
         if any(panel.curves for panel in panels):
             title = f"{quantity.capitalize()} by epoch"
-            drawn.append(Figure(key, title, quantity, is_share(metric), tuple(panels), styles))
+            less = lower_is_better(metric)
+            drawn.append(Figure(key, title, quantity, is_share(metric), tuple(panels), styles, metric, less))
     return [*_sweeps(results), *drawn]
 
 
-def _curve(norm: str, spreads: Mapping[int, Spread] | Mapping[float, Spread]) -> Curve:
+def _curve(
+    norm: str,
+    spreads: Mapping[int, Spread] | Mapping[float, Spread],
+    settings: Iterable[str],
+    seconds: Iterable[float] = (),
+) -> Curve:
     def finite(name: str) -> tuple[float | None, ...]:
         values = [getattr(each, name) for each in spreads.values()]
         return tuple(value if math.isfinite(value) else None for value in values)
 
     x, n = tuple(map(float, spreads)), tuple(each.n for each in spreads.values())
-    return Curve(norm, x, finite("median"), finite("low"), finite("high"), n)
+    times = tuple(round(each, 3) for each in seconds)
+    return Curve(norm, x, finite("median"), finite("low"), finite("high"), n, tuple(settings), times)
 
 
 def _zooms(curves: tuple[Curve, ...], metric: str) -> list[Panel]:
@@ -196,27 +211,31 @@ def _sweeps(results: Results) -> list[Figure]:
     settings = {setting: runs[0].recipe for setting, runs in results.by_setting.items()}
     for name in dict.fromkeys(name for setting in settings for name, _ in (*setting.varied, *setting.options)):
         numbers: set[float] = set()
-        points: dict[str, dict[str, dict[float, Spread]]] = {}  # by the other fields, then by method
+        points: dict[str, dict[str, dict[float, tuple[Spread, str]]]] = {}  # by the other fields, then by method
         for setting, recipe in settings.items():
             x, others = recipe.fields.get(name), setting.without(name)
             if isinstance(x, int | float) and not isinstance(x, bool) and name not in recipe.idle():
                 numbers.add(x)
                 own = points.setdefault(others.variation, {}).setdefault(others.method, {})
                 if found := final_spread(results.by_setting[setting], metric):
-                    own[x] = found
+                    own[x] = found, str(setting)
         if len(numbers) < 3:
             continue
         log = min(numbers) > 0 and max(numbers) / min(numbers) >= 10
         label, curves = name.replace("_", " "), {}
         for variation, by_method in points.items():
-            lines = {method: dict(sorted(spreads.items())) for method, spreads in by_method.items() if spreads}
+            lines = {method: sorted(found.items()) for method, found in by_method.items() if found}
             if lines:
-                curves[variation or "final epoch"] = tuple(itertools.starmap(_curve, lines.items()))
+                curves[variation or "final epoch"] = tuple(
+                    _curve(method, {x: found for x, (found, _) in line}, [setting for _, (_, setting) in line])
+                    for method, line in lines.items()
+                )
         if curves:
             limits = _limits([curve for lines in curves.values() for curve in lines])
             panels = tuple(Panel(title, label, lines, None, limits, log) for title, lines in curves.items())
             key, quantity = f"by-{name.replace('_', '-')}", results.metrics[metric][1]
             methods = (curve.norm for panel in curves.values() for curve in panel)
             styles = styles_of(list(dict.fromkeys([*results.methods, *methods])))
-            drawn.append(Figure(key, f"Final {quantity} by {label}", quantity, is_share(metric), panels, styles))
+            title, less = f"Final {quantity} by {label}", lower_is_better(metric)
+            drawn.append(Figure(key, title, quantity, is_share(metric), panels, styles, metric, less))
     return drawn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -96,6 +97,8 @@ def write_report(
         summary=summary,
         figures=drawn,
         charts=[asdict(figure) for figure, _ in drawn],
+        single_runs=_single_runs(results),
+        seeds=max(map(len, results.by_setting.values())),
         tables=tables,
         styles=[{"norm": method, **asdict(style)} for method, style in styles.items()],
         metrics=[(name, label) for name, (_, label) in results.metrics.items()][:2],
@@ -254,6 +257,24 @@ def _link(path: Path, out: Path) -> str:
     with contextlib.suppress(ValueError):  # on another drive, on Windows
         path = Path(os.path.relpath(path, out))
     return quote(os.fsencode(path.as_posix()))
+
+
+def _single_runs(results: Results) -> dict[str, list[dict[str, Any]]]:
+    """The curves of the runs of each setting."""
+    return {
+        str(setting): [
+            {
+                "finished": run.state == "finished",
+                "seconds": [round(each, 3) for each in itertools.accumulate(run.seconds)],
+                "values": {
+                    metric: [float(f"{record[metric]:.6g}") for record in run.records if metric in record]
+                    for metric in results.metrics
+                },
+            }
+            for run in runs
+        ]
+        for setting, runs in results.by_setting.items()
+    }
 
 
 def _hyperparameters(results: Results) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ would make a method that diverges half of the time look as good as one that neve
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from balnorm.bench.training.run import Run, Setting
 
 __all__ = [
     "Difference", "Differences", "Spread", "difference", "differences_to", "epochs_to_reach", "final", "final_spread",
-    "levels", "probability_of_improvement", "quantile", "spread", "values_by_epoch",
+    "levels", "probability_of_improvement", "quantile", "seconds_by_epoch", "spread", "values_by_epoch",
 ]  # fmt: skip
 
 
@@ -79,6 +80,12 @@ def values_by_epoch(runs: Sequence[Run], name: str) -> dict[int, Spread]:
         for epoch, value in enumerate(values, 1):
             columns.setdefault(epoch, []).append(value)
     return {epoch: found for epoch in sorted(columns) if (found := spread(columns[epoch]))}
+
+
+def seconds_by_epoch(runs: Sequence[Run]) -> list[float]:
+    """How long it takes to the end of each epoch: the sum of the epochs' median times."""
+    columns = itertools.zip_longest(*(run.seconds for run in runs))
+    return list(itertools.accumulate(quantile([s for s in column if s is not None], 0.5) for column in columns))
 
 
 def final(runs: Sequence[Run], name: str) -> dict[int, float]:
