@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 import warnings
+import xml.etree.ElementTree as ET
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -398,3 +399,23 @@ def test_nobody_is_sent_to_a_package_index_for_balnorm():
 def test_the_version_is_the_same_everywhere():
     assert f"## [{balnorm.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
     assert f"version: {balnorm.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert (
+        re.search(r"!\[.*version (\S+),.*\]\(docs/status.svg\)", (ROOT / "README.md").read_text())[1]
+        == balnorm.__version__
+    )
+
+
+def test_the_badge_says_what_the_package_does():
+    project = (ROOT / "pyproject.toml").read_text()
+
+    def find(pattern):
+        return re.search(pattern, project, re.MULTILINE)[1]
+
+    said = [text.text for text in ET.parse(ROOT / "docs" / "status.svg").iter("{http://www.w3.org/2000/svg}text")]
+    assert dict(zip(said[::2], said[1::2], strict=True)) == {
+        "status": find(r"Development Status :: \d - (\w+)").lower(),
+        "version": balnorm.__version__,
+        "Python": find(r'^requires-python = ">=([\d.]+)"') + "+",
+        "torch": find(r'^dependencies = \["torch>=([\d.]+)"') + "+",
+        "licence": find(r'^license = "(\w+)"'),
+    }
