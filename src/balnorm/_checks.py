@@ -97,7 +97,7 @@ def look_for_statistics(layer: BalNormLayer, input: Tensor) -> None:
         return
     if input.is_cuda and torch.cuda.is_current_stream_capturing():  # a CUDA graph cannot wait
         return
-    layer._unwatched = True
+    layer._has_looked = True
     if NO_STATISTICS not in layer._warned and has_no_statistics(layer):
         warn_of_missing_statistics(_called_from_outside(layer), layer)
 

@@ -136,7 +136,7 @@ class LeanActivation(nn.Module):
 
     def fuse(self) -> nn.Module:
         """Return torch's own module with the same arguments."""
-        return _as(self.plain, self)
+        return _recast(self.plain, self)
 
     def _get_name(self) -> str:
         return f"activations.{type(self).__name__}"
@@ -255,13 +255,13 @@ def lean_activation(module: nn.Module) -> LeanActivation | None:
     """The module of this file that computes the same as ``module``, if there is one."""
     kind = type(module)
     if kind in _LEAN:
-        return cast(LeanActivation, _as(_LEAN[kind], module))
+        return cast(LeanActivation, _recast(_LEAN[kind], module))
     if kind.__module__ == "timm.layers.activations" and kind.__name__ in _OF_TIMM:
         return None if getattr(module, "inplace", False) else _OF_TIMM[kind.__name__]().train(module.training)
     return None
 
 
-def _as(kind: type[nn.Module], module: nn.Module) -> nn.Module:
+def _recast(kind: type[nn.Module], module: nn.Module) -> nn.Module:
     """A copy of a module as another class. Its dictionaries are copied too, so that the two do not share hooks."""
     made = copy.copy(module)
     vars(made).update({name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)})

@@ -90,7 +90,7 @@ class BalNormLayer(nn.Module):
         self.options = LayerOptions.of(f"{type(self).__name__}()", keywords)
         self._geometry = layer_geometry(self)
         self.stats_frozen = False
-        self._unwatched = False
+        self._has_looked = False
         self._warned: set[str] = set()
         like: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
         outputs, inputs = channels_of(self.weight, self.groups, self.transposed)
@@ -150,7 +150,7 @@ class BalNormLayer(nn.Module):
             self.running_mean.zero_()
             self.running_mass.fill_(1)
             self.num_batches_tracked.zero_()
-        self._unwatched = False
+        self._has_looked = False
 
     def effective_weight(self, input: Tensor | None = None, output_size: Sequence[int] | None = None) -> Tensor:
         """The weight w'' that the layer uses: balanced, and multiplied by the gain and the output scale.
@@ -210,7 +210,7 @@ class BalNormLayer(nn.Module):
                 raise TypeError(
                     f"torch.fx cannot trace through a {type(self).__name__}: {_checks.FOLD}, or make it a leaf"
                 )
-            if not training and not self._unwatched:
+            if not training and not self._has_looked:
                 _checks.look_for_statistics(self, input)
         parameters: dict[str, Any] = self._parameters  # the attributes take several times as long
         buffers = self._buffers
@@ -288,7 +288,7 @@ class BalNormLayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if form in missing_keys:
             missing_keys.remove(form)
-        self._unwatched = False
+        self._has_looked = False
         # Only a warning: an error would forbid strict=False, which we cannot see here.
         is_first = [key for key in missing_keys if key.endswith("gain")] == [gain]
         if is_first and prefix + "weight" in state_dict:

@@ -269,7 +269,7 @@ def _dispatch(given: list[str]) -> int:
         return 0
     if name == "train" and not rest:
         remark("which recipe? as in `balnorm train digits`:")
-        print(*(f"  {key:22}{_first_line(build.__doc__)}" for key, build in RECIPES.items()), sep="\n", file=sys.stderr)
+        print(*(f"  {key:22}{_summary(build.__doc__)}" for key, build in RECIPES.items()), sep="\n", file=sys.stderr)
         return 2
     if name not in _COMMANDS:
         near = difflib.get_close_matches(name, _COMMANDS, 1)
@@ -663,5 +663,5 @@ def _fail(error: Exception | str, code: int) -> int:
     return code
 
 
-def _first_line(text: str | None) -> str:
+def _summary(text: str | None) -> str:
     return (text or "").strip().splitlines()[0].split(" (")[0].rstrip(".")
