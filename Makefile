@@ -1,6 +1,6 @@
 # Every target builds .venv by itself when it is missing or older than what it is made from.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all test-torch fuzz fuzz-triton check format bench docs clean
+.PHONY: help demo test test-slow test-all test-torch fuzz fuzz-triton check format bench gpu docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -51,6 +51,17 @@ format: $(READY) ## format the code and fix what can be fixed
 bench: $(READY) ## measure speed and memory, results go to benchmarks/results
 	$(BIN)/python -m benchmarks
 
+# Without a GPU it ends before anything is downloaded. A wheel of torch for ROCm has to be installed by hand.
+gpu: ## check and measure a GPU, 25 minutes, and write a report to post (DEVICE=cuda:1, DEVICE=cpu)
+ifneq ($(DEVICE),cpu)
+	@ls /dev/nvidia[0-9]* /dev/dxg >/dev/null 2>&1 || nvidia-smi -L >/dev/null 2>&1 || { \
+		echo "make gpu: there is no NVIDIA GPU here; on a machine with ROCm, install torch for it, then: balnorm bench --check" >&2; \
+		exit 1; }
+endif
+	@test -e $(READY) || echo "make gpu first installs into $(VENV): about 3 GB to download, torch with CUDA 13 (driver 580 or newer)"
+	@$(MAKE) --no-print-directory $(READY)
+	$(BIN)/balnorm bench --check --device $(or $(DEVICE),cuda)
+
 docs: $(VENV)-docs/.ready ## build the site into site/, and fail at a broken link
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
 
@@ -90,7 +101,7 @@ $(VENV)-torch-%/.ready:
 		scikit-learn
 	touch $@
 
-BENCH_TESTS := cli command_line_failures data distribution download exact experiment mixup pack package page processor ray report study training user_code zoo
+BENCH_TESTS := cli command_line_failures data device_check distribution download exact experiment mixup pack package page processor ray report study training user_code zoo
 BENCH_SOURCES := __main__.py bench
 LIBRARY_TESTS := tests src --ignore=tests/held.py --ignore=tests/ray_study.py $(BENCH_TESTS:%=--ignore=tests/test_%.py) \
 	$(BENCH_SOURCES:%=--ignore=src/balnorm/%)

@@ -11,7 +11,6 @@ import dataclasses
 import datetime as dt
 import functools
 import itertools
-import platform
 import runpy
 import statistics
 import subprocess
@@ -28,13 +27,13 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from balnorm import BalNormConv2d, BalNormLayer, backend, convert
+from balnorm import BalNormConv2d, BalNormLayer, convert
 from balnorm._core.backends import cpu
 from balnorm.bench.data import Images, MemoryLoader, channel_statistics
-from balnorm.bench.profiling import interleaved, ratio, saved_bytes, training_step
+from balnorm.bench.profiling import interleaved, markdown_table, ratio, saved_bytes, spread, training_step
 from balnorm.bench.recipes import get_recipe
 from balnorm.bench.training import images, learner, trainer
-from balnorm.bench.training.machine import ProcessorError, check_precision
+from balnorm.bench.training.machine import ProcessorError, check_precision, environment
 from benchmarks.gpu import gpu
 from benchmarks.memory import VOLUMES, largest_cube, peak_memory_of_step
 from benchmarks.networks import COMPILED, METHODS, NETWORKS
@@ -72,13 +71,10 @@ def main() -> None:
 
 
 def machine() -> str:
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
+    here = environment()
     return (
-        f"{model}, {torch.get_num_threads()} threads; {platform.platform()}; Python {platform.python_version()}, "
-        f"torch {torch.__version__}, backend: {backend()}. float32 unless a heading says otherwise. A step is a "
+        f"{here['processor']}, {here['threads']} threads; {here['platform']}; Python {here['python']}, "
+        f"torch {here['torch']}, backend: {here['backend']}. float32 unless a heading says otherwise. A step is a "
         "forward and a backward pass. Ratios are taken by round of one interleaved run (A, B, C, A, B, C, ...): median "
         "[quartiles]; n is the number of rounds."
     )
@@ -92,19 +88,6 @@ def better_layout(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> str
     """The memory format in which a model trains faster."""
     times = interleaved({layout: training_step(*in_layout(build(), shape, layout)) for layout in LAYOUTS}, 3, warmup=1)
     return min(times, key=lambda layout: statistics.median(times[layout]))
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> Iterable[str]:
-    header = list(header)
-    yield "| " + " | ".join(header) + " |"
-    yield "|---" * len(header) + "|"
-    for row in rows:
-        yield "| " + " | ".join(map(str, row)) + " |"
-
-
-def spread(times: list[float], base: list[float]) -> str:
-    middle, low, high = ratio(times, base)
-    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def networks(rounds: int) -> Iterable[str]:
@@ -126,7 +109,7 @@ def networks(rounds: int) -> Iterable[str]:
         n = rounds if statistics.median(alone) > 0.05 else 10 * rounds  # steps of a few milliseconds vary more
         times = interleaved(steps, n)
         yield f"\n### {name} (n = {n})\n"
-        yield from table(
+        yield from markdown_table(
             [
                 "method",
                 "layout",
@@ -159,7 +142,7 @@ def networks(rounds: int) -> Iterable[str]:
     yield "read of each layer's input, a read and a write of its gradient, and seven passes over the weight, all at"
     yield f"the speed of a copy of 256 MiB, {speed / 1e9:.1f} GB/s. (Small layers stay in faster caches.)"
     yield "What the native calls do not take goes to Python, to small calls of torch and to cold caches.\n"
-    yield from table(["network", "BalNorm - none", "limit", "native calls", "their number"], limits)
+    yield from markdown_table(["network", "BalNorm - none", "limit", "native calls", "their number"], limits)
 
 
 def bytes_per_second(rounds: int) -> float:
@@ -232,7 +215,7 @@ def in_channels_last(name: str, step_of: Callable[[nn.Module, torch.Tensor], Ste
     steps = {method: step_of(*in_layout(network.build(method), network.shape, "channels_last")) for method in METHODS}
     times = interleaved(steps, rounds)
     yield f"\n### {name}, channels_last (n = {rounds})\n"
-    yield from table(
+    yield from markdown_table(
         ["method", "ms", "time / none", "time / batchnorm"],
         [
             [
@@ -269,7 +252,7 @@ def growth(rounds: int) -> Iterable[str]:
                 [f"{what} {value}", *one_layer(spec["batch"], spec["width"], spec["kernel"], spec["image"], rounds)]
             )
     yield "(Rows of width have 16x16 images; rows of images above 64x64 have batch 4.)\n"
-    yield from table(["", "none, ms", "batchnorm / none", "balnorm / none", "position / channel"], rows)
+    yield from markdown_table(["", "none, ms", "batchnorm / none", "balnorm / none", "position / channel"], rows)
 
 
 def one_layer(batch: int, width: int, kernel: int, image: int, rounds: int) -> list[str]:
@@ -316,7 +299,7 @@ def inference(rounds: int) -> Iterable[str]:
 
     times = interleaved({name: forward(module) for name, module in layers.items()}, 5 * rounds)
     yield f"One layer, 3x3, 64 to 64 channels, 32x32 images, batch 32, channels_last (n = {5 * rounds}).\n"
-    yield from table(
+    yield from markdown_table(
         ["layer", "time / plain convolution"],
         [[name, spread(times[name], times["plain"])] for name in ("folded", "not folded")],
     )
@@ -329,7 +312,7 @@ def memory(rounds: int) -> Iterable[str]:  # noqa: ARG001
     yield "## Peak memory\n"
     yield f"ResNet-50, 224x224, batch {batch}, channels_last: what two training steps add to the resident memory of a"
     yield "fresh process that holds the model and the batch (gradients included; one process for each row).\n"
-    yield from table(
+    yield from markdown_table(
         ["method", "MiB", "/ none", "/ batchnorm"],
         [
             [method, f"{peak / 2**20:.0f}", f"{peak / peaks['none']:.2f}", f"{peak / peaks['batchnorm']:.2f}"]
@@ -351,7 +334,7 @@ def cubes(rounds: int) -> Iterable[str]:  # noqa: ARG001
         edge, peak = largest_cube(norm, 4 * 2**30)
         rows.append([norm, f"{kept / 2**20:.0f}", str(edge), f"{edge**3 / 1e6:.2f}", f"{peak / 2**20:.0f}"])
         print(*rows[-1], flush=True)
-    yield from table(["norm", "MiB kept", "largest edge", "million voxels", "peak, MiB"], rows)
+    yield from markdown_table(["norm", "MiB kept", "largest edge", "million voxels", "peak, MiB"], rows)
 
 
 def profile(rounds: int) -> Iterable[str]:
@@ -370,7 +353,7 @@ def profile(rounds: int) -> Iterable[str]:
                 for _ in range(rounds):
                     step()
             rows[method] = [method, *profile_row(profiler, rounds)]
-        yield from table(
+        yield from markdown_table(
             ["method", "calls of small operations", "their ms", "convolutions, ms", "everything else, ms"],
             rows.values(),
         )
@@ -398,7 +381,7 @@ def families(rounds: int) -> Iterable[str]:
     yield "Saved-tensor hooks count each storage once, parameters and input left out. BalNorm:"
     yield "`convert(model, lean=False)`; lean: `convert(model)`. Time of a training step, where anything differs: lean"
     yield f"against BalNorm (n = {rounds}).\n"
-    yield from table(
+    yield from markdown_table(
         ["network", "activations", "BatchNorm, MiB", "BalNorm / BatchNorm", "lean / BatchNorm", "replaced", "time"],
         (family_row(name, batch, rounds) for name in FAMILIES),
     )
@@ -458,7 +441,7 @@ def input_pipeline(rounds: int) -> Iterable[str]:
     epochs = {name: (lambda make=make: sum(1 for _ in make())) for name, make in loaders.items()}  # type: ignore[misc]
     times = interleaved(epochs, 5, warmup=1)
     ours = times["balnorm.bench.data.MemoryLoader"]
-    yield from table(
+    yield from markdown_table(
         ["loader", "images a second", "its time / ours"],
         [[name, f"{10_240 / statistics.median(t):,.0f}", spread(t, ours)] for name, t in times.items()],
     )
@@ -530,7 +513,7 @@ def training(rounds: int) -> Iterable[str]:
         for name, command in commands.items()
     }
     times = interleaved(functions, rounds, warmup=1)
-    yield from table(["", "seconds"], [[name, f"{statistics.median(t):.2f}"] for name, t in times.items()])
+    yield from markdown_table(["", "seconds"], [[name, f"{statistics.median(t):.2f}"] for name, t in times.items()])
 
 
 def zoo(rounds: int) -> Iterable[str]:  # noqa: ARG001
@@ -548,7 +531,7 @@ def zoo(rounds: int) -> Iterable[str]:  # noqa: ARG001
     yield f"{versions()}, fresh weights, images as small as each network allows, batch 4."
     yield "Difference: the largest between eval outputs before and after folding, relative to the largest output.\n"
     header = ["network", "pixels", "convolutions balanced", "of them centred", "BatchNorms left", "loss", "difference"]
-    yield from table(header, (row(*network) for network in all_networks()))
+    yield from markdown_table(header, (row(*network) for network in all_networks()))
 
 
 def trained(rounds: int) -> Iterable[str]:  # noqa: ARG001
@@ -571,7 +554,7 @@ def trained(rounds: int) -> Iterable[str]:  # noqa: ARG001
     yield "largest output: of the converted network in float64 and in float32; in float32, of the original with its"
     yield "norms folded into the convolutions by torch, and of the converted network after `fold`.\n"
     header = ["network", "layers balanced", "ChannelAffine", "BatchNorms left", "float64", "float32"]
-    yield from table([*header, "folded by torch", "after fold"], (row(*network) for network in all_networks()))
+    yield from markdown_table([*header, "folded by torch", "after fold"], (row(*network) for network in all_networks()))
 
 
 def versions() -> str:

@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
+from datetime import datetime
 from importlib.metadata import version
 from inspect import Parameter
 from pathlib import Path
@@ -24,7 +25,8 @@ import tyro
 from balnorm.bench import profiling
 from balnorm.bench.console import patient_output, remark, say
 from balnorm.bench.data import SETS, check, download
-from balnorm.bench.errors import Failure, Stopped, many, sentence
+from balnorm.bench.device_check import check_device, known_device
+from balnorm.bench.errors import Failure, Stopped, is_out_of_memory, many, sentence
 from balnorm.bench.export import Saved, export_folded, load_saved, test_batch
 from balnorm.bench.files import write_atomically
 from balnorm.bench.norms import NORMS
@@ -68,7 +70,8 @@ _EXAMPLES = {
   balnorm data check cifar10 --root data""",
     "bench": """
   balnorm bench cifar10-wrn --norms none batchnorm balnorm --batch-size 32
-  balnorm bench imagenet-resnet50 --batch-size 4 --rounds 5""",
+  balnorm bench imagenet-resnet50 --batch-size 4 --rounds 5
+  balnorm bench --device cuda --check                            a report of your GPU, to post""",
     "inspect": """
   balnorm inspect runs/a
   balnorm inspect studies/digits/runs/balnorm-seed0/checkpoint.pt --figure balance.svg""",
@@ -204,12 +207,24 @@ class BenchOptions:
     """In each round, every norm takes one training step."""
     device: str | None = None
     """For example cuda:1; None uses a GPU if there is one."""
+    check: bool = False
+    """Check a device in place of that, with networks of its own: see `balnorm bench --check --help`."""
 
 
 @dataclass(frozen=True)
 class Bench:
     recipe: StudyRecipe
     bench: BenchOptions
+
+
+@dataclass(frozen=True)
+class Check:
+    device: str = "cuda"
+    """A GPU, such as cuda:1, or cpu, for which the networks are smaller."""
+    rounds: int = 21
+    """In each round, every norm takes training steps of a tenth of a second (on a CPU one step)."""
+    out: Path | None = None
+    """The file to write, in Markdown; None means balnorm-check-<device>-<time>.md."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +306,7 @@ def _dispatch(given: list[str]) -> int:
             )
         if "dataloader worker" in text:
             return _fail("a process that decodes images died: is there enough memory? --workers 0 needs less", 1)
-        if not isinstance(error, MemoryError) and not any(sign in text for sign in _NO_MEMORY):
+        if not is_out_of_memory(error):
             raise
         return _fail("there is not enough memory: a smaller batch, width or image size needs less", 1)
     except SystemExit as stop:  # tyro has explained the mistake
@@ -521,8 +536,10 @@ def _data(arguments: list[str]) -> int:
     return 0
 
 
-def _bench(arguments: list[str]) -> None:
+def _bench(arguments: list[str]) -> int | None:
     """Measure the time and memory of training steps of a recipe's network, interleaving the norms."""
+    if "--check" in arguments:
+        return _check(arguments)
     name, rest = _recipe_and_rest(arguments)
     base = get_recipe(name)
     default = Bench(StudyRecipe(**vars(base)), BenchOptions())
@@ -547,6 +564,25 @@ def _bench(arguments: list[str]) -> None:
         f"{platform.platform()}; {bench_options.rounds} interleaved rounds"
     )
     print(profiling.bench(recipes, (channels, size, size), classes, bench_options.rounds, device))
+    return None
+
+
+def _check(arguments: list[str]) -> int:
+    """Check a device, and write a report to post: do all backends agree, how long do training steps take?
+
+    It compares balanced layers with float64 on the CPU, forward and backward, in float32, float16 and bfloat16. Then it
+    measures time and memory of training steps of a ResNet-50, a wide ResNet and a 3D U-Net, eager and compiled, with no
+    normalisation, BatchNorm, GroupNorm and BalNorm.
+    """
+    options = _parse(Check, [each for each in arguments if each != "--check"], "bench --check", _check.__doc__)
+    if options.rounds < 2:
+        raise ValueError(f"rounds must be at least 2, for quartiles, got {options.rounds}")
+    device = known_device(options.device)
+    out = options.out or Path(f"balnorm-check-{device.type}-{datetime.now():%Y%m%d-%H%M%S}.md")
+    problems = check_device(device, out, options.rounds)
+    remark(*problems)
+    print(f"report: {out}")
+    return 1 if problems else 0
 
 
 def _inspect(arguments: list[str]) -> None:
@@ -652,8 +688,6 @@ _COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
 }
 
 
-_NO_MEMORY = ("out of memory", "not enough memory", "allocate memory")
-"""What torch's errors say, on GPUs and on CPUs."""
 _PRINTING = {"data", "bench", "inspect", "completion"}
 """The commands whose only result is what they print."""
 

@@ -1,6 +1,6 @@
 """The ways in which a command can fail, and how to report them."""
 
-__all__ = ["Failure", "Stopped", "many", "one_line", "sentence", "shortened"]
+__all__ = ["Failure", "Stopped", "is_out_of_memory", "many", "one_line", "sentence", "shortened"]
 
 
 class Failure(Exception):  # noqa: N818  # its subclasses say of what
@@ -9,6 +9,12 @@ class Failure(Exception):  # noqa: N818  # its subclasses say of what
 
 class Stopped(Exception):  # noqa: N818  # it is no error
     """Someone pressed Ctrl-C. Work in progress has been saved, and the message says how to resume."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on a GPU or a CPU: torch's errors have no class of their own on the latter."""
+    signs = ("out of memory", "not enough memory", "allocate memory")
+    return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
 
 
 def many(count: int, what: str) -> str:

@@ -8,7 +8,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,10 @@ from balnorm.bench.training.learner import Learner, autocast, make_network
 from balnorm.bench.training.processes import Processes, processes
 from balnorm.text_table import text_table
 
-__all__ = ["bench", "epoch_seconds", "interleaved", "ratio", "saved_bytes", "training_step"]
+__all__ = [
+    "bench", "epoch_seconds", "interleaved", "markdown_table", "ratio", "saved_bytes", "spread", "stopwatch",
+    "training_step",
+]  # fmt: skip
 
 
 def bench(
@@ -47,7 +50,7 @@ def bench(
             kept[norm] = saved_bytes(model, x)
         compiled: Any = torch.compile(model) if recipe.compile else model
         steps[norm] = training_step(compiled, x, functools.partial(autocast, recipe, x.device))
-    times, first = interleaved(steps, rounds), recipes[0].method
+    times, first = interleaved(steps, rounds, clock=stopwatch(device)), recipes[0].method
     rows = []
     for norm in steps:
         middle, low, high = ratio(times[norm], times[first])
@@ -89,7 +92,38 @@ def _seconds_a_batch(work: Callable[[Any], object], batches: Iterable[Any], coun
     return sum(times) / max(1, len(times))
 
 
-def interleaved(functions: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
+def stopwatch(device: torch.device, calls: int = 1) -> Callable[[Callable[[], object]], float]:
+    """What times a function: the seconds of a call, on average over so many calls in a row.
+
+    A GPU is timed by its own clock (CUDA events), from when it has nothing else to do until it has done all of this.
+    """
+
+    def on_cpu(function: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        return (time.perf_counter() - start) / calls
+
+    def on_gpu(function: Callable[[], object]) -> float:
+        with torch.cuda.device(device):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+            start.record()
+            for _ in range(calls):
+                function()
+            end.record()
+            torch.cuda.synchronize()
+            return float(start.elapsed_time(end)) / 1000 / calls
+
+    return on_gpu if device.type == "cuda" else on_cpu
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warmup: int = 3,
+    clock: Callable[[Callable[[], object]], float] = stopwatch(torch.device("cpu")),  # noqa: B008
+) -> dict[str, list[float]]:
     """Time each function in each round: A, B, C, A, B, C, ... so that drift of the machine affects all alike."""
     for _ in range(warmup):
         for function in functions.values():
@@ -100,9 +134,7 @@ def interleaved(functions: Mapping[str, Callable[[], object]], rounds: int, warm
     try:
         for _ in range(rounds):
             for name, function in functions.items():
-                start = time.perf_counter()
-                function()
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock(function))
     finally:
         gc.enable()
     return times
@@ -113,6 +145,21 @@ def ratio(times: list[float], base: list[float]) -> tuple[float, float, float]:
     ratios = [a / b for a, b in zip(times, base, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return middle, low, high
+
+
+def spread(times: list[float], base: list[float]) -> str:
+    """The ratio by round, as ``1.05 [1.04, 1.07]``."""
+    middle, low, high = ratio(times, base)
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def markdown_table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> Iterator[str]:
+    """The lines of a table in Markdown."""
+    header = list(header)
+    yield "| " + " | ".join(header) + " |"
+    yield "|---" * len(header) + "|"
+    for row in rows:
+        yield "| " + " | ".join(map(str, row)) + " |"
 
 
 def training_step(
@@ -129,8 +176,6 @@ def training_step(
             output = model(x)
         loss = nn.functional.cross_entropy(output.float(), target) if output.dim() == 2 else output.square().mean()
         loss.backward()
-        if x.device.type == "cuda":
-            torch.cuda.synchronize(x.device)
 
     return step
 
