@@ -1,4 +1,4 @@
-"""The command line: help that comes at once, answers in a sentence, and what is done with trained networks."""
+"""The command line: its help, answers in a sentence, and commands on trained networks."""
 
 import re
 import shutil
@@ -15,6 +15,7 @@ from balnorm.bench.export import test_batch as batch_of_tests
 from balnorm.bench.models import create_model
 from balnorm.bench.recipes import RECIPES, get_recipe
 from balnorm.bench.training.trainer import train
+from balnorm_command import USAGE
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's
 SMALL = replace(get_recipe("digits"), width=4, epochs=1, train_limit=200, test_limit=101)
@@ -44,6 +45,10 @@ def test_every_help_shows_examples(command, capsys, monkeypatch):
         assert "examples:" in printed
         shown = re.findall(r"^  (balnorm .*|torchrun .*)$", printed, re.MULTILINE)
         assert len(shown) >= 2
+
+
+def test_the_general_help_lists_the_commands():
+    assert re.findall(r"^  (\w+)  ", USAGE, re.MULTILINE) == list(_COMMANDS)
 
 
 def test_an_unknown_command_is_answered_with_the_nearest(capsys):
