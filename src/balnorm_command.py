@@ -43,11 +43,12 @@ exit codes: 0 done, 1 failed, 2 a mistake in the command, 130 Ctrl-C
 
 def main() -> int:
     """Run the command line, if the packages that it needs are installed."""
-    if sys.argv[1:] in (["-h"], ["--help"], ["--version"]):
-        text = f"balnorm {version('balnorm')}\n" if sys.argv[1] == "--version" else USAGE
+    given = sys.argv[1:]
+    if given in ([], ["-h"], ["--help"], ["--version"]):
+        text = f"balnorm {version('balnorm')}\n" if given == ["--version"] else USAGE
         with contextlib.suppress(OSError):  # a closed pipe, a full disk: the command line below can answer those
-            os.write(1, text.encode())
-            return 0
+            os.write(1 if given else 2, text.encode())
+            return 0 if given else 2
     try:
         from balnorm.bench.cli import main as run
     except ModuleNotFoundError as error:
