@@ -132,13 +132,62 @@ def test_the_number_of_threads_changes_no_bit(options, layout, values):
         matrix, setup = WeightMatrix.of(layer.weight.detach(), layer._geometry), setup_of(layer, 16)
         effective, bias, _, _, saved, _ = cpu.forward(x, matrix, None, gain, scale, None, None, setup)
         g, dx = torch.linspace(-1, 1, effective.numel()).view_as(effective), torch.zeros_like(x)
-        t = torch.linspace(-1, 1, 160)
-        dweight, dgain = cpu.backward(g, t, dx, x, matrix, gain, scale, saved, setup)
-        found.append((effective, bias, *saved, dweight, dgain, dx))
+        dy, t = laid_out(torch.sin(torch.arange(16.0 * 160 * 20 * 20)).view(16, 160, 20, 20), layout), torch.zeros(160)
+        dy = dy if cpu.adds_up(dy, matrix, setup) else None
+        dweight, dgain = cpu.backward(g, t, dx, x, matrix, gain, scale, saved, setup, dy)
+        found.append((effective, bias, *saved, t, dweight, dgain, dx))
     torch.set_num_threads(threads)
     for other in found[1:]:
         for ours, theirs in zip(found[0], other, strict=True):
             assert torch.equal(ours, theirs)
+
+
+def gradients_and_needs(layer, x, dy):
+    """The gradients of parameters, and what the convolution was asked for: gradients of input, weight and bias."""
+    asked, backward = [], Geometry.convolve_backward
+
+    def spy(self, dy, x, weight, needs):
+        asked.append(needs)
+        return backward(self, dy, x, weight, needs)
+
+    y = layer(x)
+    with mock.patch.object(Geometry, "convolve_backward", spy):
+        return torch.autograd.grad(y, [layer.bias, layer.gain, layer.weight], dy), asked
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", [{}, {"stride": 2, "centred": True}, {"groups": 2, "mass": "position"}])
+def test_in_channels_last_c_adds_up_the_gradient_of_the_output(options, dtype):
+    layer = balnorm.BalNormConv2d(6, 8, 3, padding=1, dtype=dtype, **options)
+    x = laid_out(torch.randn(4, 6, 9, 7, dtype=dtype), "channels_last")
+    dy = torch.randn(layer(x).shape, dtype=dtype)
+    expected, asked = gradients_and_needs(layer, x, dy)
+    assert asked == [[False, True, True]]
+    found, asked = gradients_and_needs(layer, x, laid_out(dy, "channels_last"))
+    assert asked == [[False, True, False]]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found[0], dy.sum((0, 2, 3)))
+
+
+def test_the_gradient_of_the_output_may_have_memory_of_any_kind():
+    layer, shape = balnorm.BalNormConv2d(6, 8, 1), (4, 8, 5, 7)
+    images = [torch.ones(()).expand(shape), torch.randn(4, 8, 5, 14)[..., ::2]]
+    pixels = [torch._neg_view(torch.randn(4, 8, 1, 1)), torch._efficientzerotensor((4, 8, 1, 1))]
+    for dy in (*images, *pixels):  # memory with gaps or without, that does not hold the values one by one
+        x = laid_out(torch.randn(4, 6, *dy.shape[2:]), "channels_last")
+        found, asked = gradients_and_needs(layer, x, dy)
+        assert asked == [[False, True, True]]
+        values = laid_out(torch.zeros(dy.shape) + dy, "channels_last")
+        expected, asked = gradients_and_needs(layer, x, values)
+        assert asked == [[False, True, False]]
+        torch.testing.assert_close(found, expected)
+
+
+def test_linear_layers_add_up_in_c_too():
+    layer, x, dy = balnorm.BalNormLinear(6, 8), torch.randn(5, 3, 6), torch.randn(5, 3, 8)
+    found, asked = gradients_and_needs(layer, x, dy)
+    assert asked == [[False, True, False]]
+    torch.testing.assert_close(found[0], dy.sum((0, 1)))
 
 
 def test_sums_of_many_numbers_lose_nothing_to_speak_of():

@@ -214,10 +214,16 @@ def _closed_form_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs_g = needs_weight or needs_gain or (needs_x and setup.takes_statistics)
 
     effective = matrix.weight(backend.effective(matrix, gain, scale, saved, setup, x.dtype), weight)
-    dx, g, t = geometry.convolve_backward(dy, x, effective, [needs_x, needs_g, needs_bias or needs_g])
+    adds_up = needs_g and backend is backends.cpu and backends.cpu.adds_up(dy, matrix, setup)
+    needs_t = (needs_bias or needs_g) and not adds_up
+    dx, g, t = geometry.convolve_backward(dy, x, effective, [needs_x, needs_g, needs_t])
     dweight = dgain = None
-    if g is not None and t is not None:
-        kernels, dgain = backend.backward(g, t, dx, x, matrix, gain, scale, saved, setup)
+    if g is not None:
+        if adds_up:
+            t = matrix.values.new_empty(setup.outputs)
+            kernels, dgain = backends.cpu.backward(g, t, dx, x, matrix, gain, scale, saved, setup, dy)
+        else:
+            kernels, dgain = backend.backward(g, t, dx, x, matrix, gain, scale, saved, setup)
         dweight = matrix.weight(kernels, weight)
     return (
         dx,

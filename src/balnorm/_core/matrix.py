@@ -95,7 +95,9 @@ class WeightMatrix(NamedTuple):
 
 def same_order(a: Tensor, b: Tensor) -> bool:
     """Whether tensors of one shape have the same layout; the stride of an axis with one element does not matter."""
-    return all(n <= 1 or i == j for n, i, j in zip(a.shape, a.stride(), b.stride(), strict=True))
+    return a.stride() == b.stride() or all(
+        n <= 1 or i == j for n, i, j in zip(a.shape, a.stride(), b.stride(), strict=True)
+    )
 
 
 _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}

@@ -18,7 +18,7 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,11 +29,11 @@ from balnorm._core.matrix import WeightMatrix
 from balnorm._core.method import Statistics, saturate
 from balnorm._core.torch_private import is_watched, mark_changed, tensor_functions, thread_pool, type_number
 
-__all__ = ["LIBRARY", "backward", "effective", "forward", "scale_of", "status", "takes", "track"]
+__all__ = ["LIBRARY", "adds_up", "backward", "effective", "forward", "scale_of", "status", "takes", "track"]
 
 LIBRARY = Path(__file__).with_name("kernels.so")
 """Where the build puts the compiled file."""
-INTERFACE = 6
+INTERFACE = 7
 """What balnorm_interface() in kernels.c returns, if the compiled file is not an older one."""
 
 # The structs of kernels.c: 64-bit integers, and a double where it says "d".
@@ -48,6 +48,7 @@ _COMPILED = {
     (torch.float64, torch.float64): "double",
 }
 """The types REAL and SAMPLE that kernels.c is compiled for, and the suffix of its functions."""
+_Found = TypeVar("_Found")
 _MOST_PLANS = 20
 _MOST_ELEMENTS = 2**48
 """More than any memory holds, and so few that no product of sizes overflows in C."""
@@ -139,26 +140,45 @@ def backward(
     scale: Tensor | None,
     saved: Sequence[Tensor],
     setup: Setup,
+    dy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """See :func:`torch_backend.backward`. With a ``dy`` that :func:`adds_up` accepts, it fills ``t`` first."""
     values = matrix.values
     if values.numel() == 0:
         return torch_backend.backward(gradient, t, dx, x, matrix, gain, scale, saved, setup)
     if not setup.takes_statistics:
         dx = None
-    key = None if dx is None else (dx.stride(), dx.dtype, x.dtype, len(saved))
-    plan = setup.prepared.get(key) or _backward_plan(dx, x, matrix, saved, setup, key)
+    key: Any = None if dx is None else (dx.stride(), dx.dtype, x.dtype, len(saved))
+    if dy is not None:
+        key = (key, dy.dtype)  # whose strides are those of channels_last
+    plan = setup.prepared.get(key) or _backward_plan(dx, x, dy, matrix, saved, setup, key)
     gradient = matrix.like(gradient)
     dgain, dstatistics = values.new_empty(setup.outputs), None
     samples, to = (x, dx) if plan.takes_samples else (None, None)
     if not plan.takes_samples:
         dstatistics = None if dx is None else values.new_empty(plan.statistics)
-    _run(plan, values, gain, saved[0], gradient, t, dgain, dstatistics, samples, to)
+    _run(plan, values, gain, saved[0], gradient, t, dgain, dstatistics, samples, to, dy)
     if dx is not None and dstatistics is not None:
         shape = setup.geometry.statistics_shape(values.shape[1] * matrix.groups, setup.kind)
         centre = saved[1] if len(saved) > 1 else _centre(saved[0], shape) if setup.options.centred else None
         dmean, dmass = dstatistics.view(2, *shape)
         torch_backend.add_statistics_gradient(dx, x, Statistics(dmean, dmass, centre), setup)
     return gradient, dgain
+
+
+def adds_up(dy: Tensor, matrix: WeightMatrix, setup: Setup) -> bool:
+    """Whether C sums ``dy`` over all but its channels, for which torch's convolutions take longer in channels_last."""
+    if type(dy) not in ORDINARY or dy.layout is not torch.strided or not dy.is_cpu:
+        return False
+    if dy.is_neg() or dy._is_zerotensor():
+        return False
+    key = ("adds_up", dy.stride(), dy.dtype)
+    found = setup.prepared.get(key)
+    if found is None:
+        readable = (matrix.values.dtype, dy.dtype) in _COMPILED and 0 < dy.numel() <= _MOST_ELEMENTS
+        found = readable and matrix.values.numel() > 0 and _same(dy.shape, dy.stride(), _strides(dy.shape, True))
+        _keep(setup, key, found)
+    return found
 
 
 def scale_of(weight: Tensor, scale: Tensor | None, saved: Sequence[Tensor], setup: Setup) -> Tensor | None:
@@ -359,27 +379,39 @@ def _effective_plan(matrix: WeightMatrix, setup: Setup, dtype: torch.dtype) -> _
 
 
 def _backward_plan(
-    dx: Tensor | None, x: Tensor, matrix: WeightMatrix, saved: Sequence[Tensor], setup: Setup, key: object
+    dx: Tensor | None,
+    x: Tensor,
+    dy: Tensor | None,
+    matrix: WeightMatrix,
+    saved: Sequence[Tensor],
+    setup: Setup,
+    key: object,
 ) -> _Plan:
-    weight = _Weight(matrix, matrix.values.dtype if dx is None else dx.dtype, setup)
+    sample = dx if dx is not None else dy
+    weight = _Weight(matrix, matrix.values.dtype if sample is None else sample.dtype, setup)
     found = None
     if dx is not None and dx.dtype == x.dtype and len(saved) == 1:  # elsewhere torch operations took the statistics
         found = _samples(dx, weight, setup)
     samples, layout = found or (weight.vector(0, optional=True), bytes(_SAMPLES.size))
-    vector = weight.vector(weight.outputs, copy=True)
+    t, outputs = weight.vector(weight.outputs, copy=dy is None), weight.vector(0, optional=True)
+    outputs_layout = bytes(_SAMPLES.size)
+    if dy is not None:
+        space = math.prod(dy.shape[2:])
+        outputs = _Expected(weight.low, tuple(dy.shape), _strides(dy.shape, True))
+        outputs_layout = _SAMPLES.pack(dy.shape[0], dy.shape[1], True, False, False, space, *[1] * 20, 1.0)
     dgain, dstatistics = weight.vector(weight.outputs), weight.vector(weight.statistics, optional=True)
     # A hook may have returned x in another layout. C adds to dx.
-    expected = (*weight.first(), weight.weight(weight.real), vector, dgain, dstatistics)
-    expected += (samples._replace(copy=True), samples)
+    expected = (*weight.first(), weight.weight(weight.real), t, dgain, dstatistics)
+    expected += (samples._replace(copy=True), samples, outputs)
     sizes: dict[str, Any] = {"statistics": weight.statistics, "takes_samples": found is not None}
-    return _keep(setup, key, weight.plan("backward", expected, layout, **sizes))
+    return _keep(setup, key, weight.plan("backward", expected, layout, outputs_layout, **sizes))
 
 
-def _keep(setup: Setup, key: object, plan: _Plan) -> _Plan:
+def _keep(setup: Setup, key: object, found: _Found) -> _Found:
     if len(setup.prepared) >= _MOST_PLANS:  # averages with ever new strides
         setup.prepared.clear()
-    setup.prepared[key] = plan
-    return plan
+    setup.prepared[key] = found
+    return found
 
 
 def _samples(x: Tensor, weight: _Weight, setup: Setup) -> tuple[_Expected, bytes] | None:

@@ -47,11 +47,11 @@ static parallel_for_t parallel_for = one_thread;
 #endif
 
 /* Goes up with every change of what the structs below hold or mean, here and in cpu.py. */
-EXPORT int balnorm_interface(void) { return 6; }
+EXPORT int balnorm_interface(void) { return 7; }
 
 EXPORT void balnorm_use_threads(parallel_for_t address) { parallel_for = address; }
 
-enum { WORTH_A_THREAD = 65536, MOST_BLOCKS = 64, ROW_RUN = 1024, CHUNK = 1024, SAMPLE_RUN = 256 };
+enum { WORTH_A_THREAD = 16384, MOST_BLOCKS = 64, ROW_RUN = 1024, CHUNK = 1024, SAMPLE_RUN = 256 };
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -121,13 +121,13 @@ typedef struct {
   rows_t rows;
 } effective_t;
 
-/* G is dL/dw'' to read and dL/dw to write in its place, T the sum of dy for each output. What comes back through the
-   statistics is added to DX, or written to DSTATISTICS, or neither. */
-enum { G = 3, T, DGAIN, DSTATISTICS, X_AGAIN, DX, BACKWARD };
+/* G is dL/dw'' to read and dL/dw to write in its place, T the sum of dy for each output: to be written if there is DY.
+   What comes back through the statistics is added to DX, or written to DSTATISTICS, or neither. */
+enum { G = 3, T, DGAIN, DSTATISTICS, X_AGAIN, DX, DY, BACKWARD };
 typedef struct {
-  expected_t tensors[BACKWARD]; /* optional: the last three */
+  expected_t tensors[BACKWARD]; /* optional: the last four */
   rows_t rows;
-  samples_t samples;
+  samples_t samples, outputs; /* outputs: how DY lies in memory; the rest of it is not used */
 } backward_t;
 
 /* Torch's functions on a tensor, each of which returns 0 if it succeeds. */
@@ -1010,11 +1010,20 @@ static void NAME(to_statistic)(const rows_t *r, const REAL *columns, REAL factor
   }
 }
 
+static int NAME(sum_outputs)(const samples_t *m, const SAMPLE *dy, REAL *t) {
+  double *sums = malloc(sizeof(double) * 2 * m->inputs);
+  int failed = !sums || NAME(channel_sums)(m, dy, 0, sums, sums + m->inputs);
+  for (int64_t d = 0; !failed && d < m->inputs; d++) t[d] = (REAL)sums[d];
+  free(sums);
+  return failed;
+}
+
 EXPORT int NAME(balnorm_backward)(const int64_t *tensors, const backward_t *a) {
   void *at[BACKWARD];
   int failed = find_all(tensors, a->tensors, BACKWARD, at);
   if (failed) return failed;
   const rows_t *r = &a->rows;
+  if (at[DY] && NAME(sum_outputs)(&a->outputs, at[DY], at[T])) return NO_MEMORY;
   NAME(rows_t) s = NAME(unpack)(at, r);
   int64_t blocks = r->groups * s.blocks_per_group, stored = r->position ? r->taps : 1, per_group = r->inputs * stored;
   int64_t masses = r->groups * per_group, shared = r->position ? 1 : r->taps; /* how many taps share a mass */
