@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
     """Replace every balanced layer by the plain torch layer with the same output in eval mode.
 
-    A BatchNorm that is left in the model becomes part of the convolution that it follows, if that one's output goes
-    nowhere else. A :class:`~balnorm.ChannelAffine` goes into the convolution or linear layer that it feeds, if that
-    one alone reads it and does not pad; otherwise it becomes a depthwise 1x1 convolution. A
-    :class:`~balnorm.ChannelCentre` may also go into the layer that feeds it, if nothing else reads that one's
+    A BatchNorm that is left in the model becomes part of the convolution that it follows, if nothing else reads the
+    convolution's output. A :class:`~balnorm.ChannelAffine` becomes part of the convolution or linear layer that it
+    feeds, if that one alone reads it and does not pad; otherwise it becomes a depthwise 1x1 convolution. A
+    :class:`~balnorm.ChannelCentre` may also become part of the layer that feeds it, if nothing else reads that layer's
     output. Activations of :mod:`balnorm.activations` become torch's own.
 
     You can use and unpickle the result without balnorm, and it costs what an unnormalised network costs. Its
@@ -68,7 +68,7 @@ def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
                 "and cannot be folded"
             )
         hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
-        # Those of torch's own pruning and weight normalisation have done their work on the weight.
+        # The hooks of torch's own pruning and weight normalisation have already changed the weight.
         if not all(type(hook).__module__.startswith("torch.nn.utils.") for hook in hooks):
             warn(layer, HAS_HOOKS, name)
     warn_of_missing_statistics(model)  # once, and not for every layer
@@ -100,7 +100,7 @@ def fold(model: ModelT, *, inplace: bool = False) -> ModelT:
         return replace_modules(model, plain)
     # The copy gets the plain layers right away: balanced ones need not be copied first.
     memo: dict[int, Any] = {id(layer): folded for layer, folded in plain.items()}
-    # Nor outputs of its last step that a model keeps as attributes: deepcopy refuses tensors that have a history.
+    # Nor can outputs of the last step be copied, which a model may keep: deepcopy refuses tensors with a history.
     for owner in model.modules():
         kept = [value for name, value in vars(owner).items() if not name.startswith("_")]
         memo |= {id(tensor): tensor.detach().clone() for tensor in tensors_in(kept) if not tensor.is_leaf}
@@ -128,7 +128,7 @@ def _fold_norms(model: nn.Module, flow: Flow, plain: dict[nn.Module, nn.Module])
 
 
 def _flow_of(model: nn.Module) -> Flow:
-    """What feeds what; empty if the model cannot be traced."""
+    """The data flow; empty if the model cannot be traced."""
     try:
         with undisturbed(model):
             return traced(model)
