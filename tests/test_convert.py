@@ -709,6 +709,135 @@ def test_the_report_prints_as_a_table():
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# InstanceNorm and GroupNorm
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def monai_block(layer, norm):
+    """A convolution, and MONAI's default order after it: norm, dropout, activation."""
+    return nn.Sequential(nn.ReLU(), layer, nn.Sequential(norm, nn.Dropout(0.1), nn.PReLU()))
+
+
+@pytest.mark.parametrize(
+    ("layer", "norm", "shape"),
+    [
+        (nn.Conv1d(4, 6, 3), nn.InstanceNorm1d(6), (3, 4, 9)),
+        (nn.Conv2d(4, 6, 3), nn.InstanceNorm2d(6, affine=True), (3, 4, 6, 6)),
+        (nn.Conv3d(4, 6, 2), nn.InstanceNorm3d(6, track_running_stats=True, momentum=0.3), (3, 4, 4, 4, 4)),
+        (nn.ConvTranspose3d(4, 6, 2, 2), nn.InstanceNorm3d(6), (3, 4, 3, 3, 3)),
+        (nn.Conv2d(4, 6, 3, bias=False), nn.GroupNorm(2, 6), (3, 4, 6, 6)),
+        (nn.Conv3d(4, 6, 2), nn.GroupNorm(6, 6, affine=False), (3, 4, 4, 4, 4)),
+        (nn.ConvTranspose2d(4, 6, 2), nn.GroupNorm(1, 6), (3, 4, 6, 6)),
+        (nn.Linear(4, 6), nn.GroupNorm(2, 6), (3, 4)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("wrap", [nn.Sequential, Untraceable])
+def test_instance_and_group_norms_are_replaced_if_asked_for(layer, norm, shape, wrap):
+    model, x = wrap(copy.deepcopy(monai_block(layer, norm))), torch.rand(shape)
+    kind = "group" if isinstance(norm, nn.GroupNorm) else "instance"
+    model, report = convert(model, example_input=x, norms=kind, strict=True)
+    (balanced,) = [module for module in model.modules() if isinstance(module, BalNormLayer)]
+    assert report.inexact == (kind,)
+    assert str(report).endswith(f"removed\nnot exact: each {kind.title()}Norm normalised every sample by itself")
+    assert balanced.running_mass is not None
+    assert balanced.momentum == getattr(norm, "momentum", 0.1)
+    loss(model, x).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    folded = fold(model.eval())
+    torch.testing.assert_close(folded(x), model(x))
+    torch.testing.assert_close(model(x)[:1], model(x[:1]))  # no sample depends on others
+
+
+def test_scale_and_shift_of_an_instance_or_group_norm_are_taken_over():
+    """A network may start with some of them at 0, as BatchNorm networks do."""
+    for norm in (nn.InstanceNorm2d(8, affine=True), nn.GroupNorm(2, 8)):
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+        model, _ = convert(nn.Sequential(nn.Conv2d(3, 8, 3), norm), norms=("instance", "group"))
+        assert torch.equal(model[0].gain, norm.weight)
+        assert torch.equal(model[0].bias, norm.bias)
+
+
+def group_norms(model):
+    """The network with a GroupNorm in the place of every BatchNorm."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(parent, name, nn.GroupNorm(child.num_features // 4, child.num_features))
+    return model
+
+
+@pytest.mark.parametrize("name", ["post-activation", "pre-activation"])
+@pytest.mark.parametrize("traceable", [True, False])
+def test_a_network_of_group_norms_is_converted_like_one_of_batch_norms(name, traceable):
+    x = torch.rand(2, 3, 8, 8)
+    model, alike = MODELS[name](), group_norms(MODELS[name]())
+    _, report = convert(model if traceable else Untraceable(model), example_input=x)
+    _, other = convert(alike if traceable else Untraceable(alike), example_input=x, norms=["group"])
+    assert report.balanced == other.balanced
+    assert report.removed == other.removed
+
+
+def test_group_norms_stay_unless_asked_for():
+    """Nothing shows whether they are trained, and the outputs would change."""
+    model = nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), conv(8, 8), nn.GroupNorm(2, 8), conv(8, 4))
+    model, report = convert(model, strict=True)
+    assert type(model[4]) is nn.GroupNorm
+    assert report.balanced == ["0"]
+    assert {row.layer: row.why for row in report.rows if row.action == "kept"} == {
+        "3": "its 4 stays",
+        "4": "stays unless norms=... names its kind",
+        "5": "no BatchNorm follows or feeds it",
+    }
+    assert str(report).endswith(
+        "1 of 3 layers balanced, 1 of 1 BatchNorms removed, 0 of 1 GroupNorms removed\n"
+        "norms=('batch', 'group') replaces the GroupNorms too, to train the network from scratch"
+    )
+    with pytest.warns(
+        UserWarning, match=r"it has no BatchNorm, and norms=\('batch', 'group'\) replaces the GroupNorms"
+    ):
+        convert(nn.Sequential(conv(3, 8), nn.GroupNorm(2, 8)))
+    assert convert(model, include="3")[1].balanced == ["3"]
+
+
+def test_a_trained_network_keeps_its_group_norms_and_its_outputs():
+    model = nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), conv(8, 8), nn.GroupNorm(2, 8))
+    x = torch.rand(8, 3, 6, 6)
+    model(x)
+    _, report = convert(copy.deepcopy(model.eval()), example_input=x)
+    assert report.proof.difference < 1e-5
+    _, report = convert(model, example_input=x, norms=("batch", "group"))
+    assert (report.proof, report.inexact) == (None, ("group",))
+
+
+def test_an_instance_norm_with_statistics_is_a_batch_norm_in_eval_mode():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True, track_running_stats=True), nn.ReLU())
+    x = torch.rand(16, 3, 6, 6)
+    model(x)
+    with pytest.raises(ValueError, match="is trained: give example_input"):
+        convert(model, norms="instance")
+    expected = model.eval()(x).detach()
+    model, report = convert(model, example_input=x, norms="instance")
+    assert report.inexact == ()
+    assert report.proof.difference < 1e-5
+    torch.testing.assert_close(model(x).detach(), expected)
+
+
+def test_what_has_no_statistics_cannot_be_converted_as_trained():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8))
+    with pytest.raises(ValueError, match="trained=True, and no layer can compute what the GroupNorms"):
+        convert(model, norms="group", trained=True)
+    assert type(model[1]) is nn.GroupNorm
+
+
+@pytest.mark.parametrize("wrong", ["layer", ("batch", "layer"), ""])
+def test_other_kinds_of_norms_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"norms must be of 'batch', 'instance', 'group', got '(layer)?'"):
+        convert(MODELS["sequential"](), norms=wrong)
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # What once went wrong
 # --------------------------------------------------------------------------------------------------------------------
 

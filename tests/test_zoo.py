@@ -158,6 +158,23 @@ def test_a_norm_with_an_activation_becomes_both():
     torch.testing.assert_close(model(x).detach(), expected)
 
 
+def test_group_norms_of_timm_are_replaced_if_asked_for():
+    """timm computes them in its own way, with an activation inside or without one."""
+    import_timm()
+    from timm.layers import GroupNorm, GroupNorm1, GroupNormAct
+
+    x = torch.rand(2, 3, 8, 8)
+    layers = [torch.nn.Conv2d(3, 8, 3), GroupNorm(8, 2), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 1)]
+    model = torch.nn.Sequential(*layers, GroupNormAct(8, 2, act_layer=torch.nn.SiLU), torch.nn.Conv2d(8, 8, 1))
+    _, report = convert(model.append(GroupNorm1(8)), norms="group", strict=True)
+    assert report.balanced == ["0", "3", "5"]
+    assert [layer.options.centred for layer in model if isinstance(layer, BalNormConv2d)] == [True, False, True]
+    model(x)
+    model.eval()
+    torch.testing.assert_close(fold(model)(x), model(x))
+    assert [type(step).__name__ for step in fold(model)[4]] == ["Identity", "SiLU"]
+
+
 def test_a_folded_norm_leaves_its_activation():
     import_timm()
     from timm.layers import BatchNormAct2d

@@ -1,4 +1,4 @@
-"""Replace convolutions and their BatchNorms by balanced convolutions."""
+"""Replace convolutions and their norms by balanced convolutions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_map_only
 
 from balnorm._checks import BalNormWarning
@@ -27,14 +27,15 @@ from balnorm.surgery._decisions import (
     Because,
     Decision,
     Kept,
+    NormKind,
     Place,
     Reason,
     Removed,
     attribute,
     explain,
-    is_batch_norm,
     is_norm_act,
     named,
+    norm_kind,
     torch_class,
 )
 from balnorm.surgery._exact import Original, Proof, is_exact
@@ -56,12 +57,20 @@ class ConversionRow(NamedTuple):
     kind: str
     action: Action
     why: str
-    is_norm: bool
+    norm: NormKind | None
+    """Which kind of norm it is, if it is one."""
+
+    @property
+    def is_norm(self) -> bool:
+        return self.norm is not None
+
+
+_NAMES: dict[NormKind, str] = {"batch": "BatchNorm", "instance": "InstanceNorm", "group": "GroupNorm"}
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What :func:`convert` did with every convolution and BatchNorm, and why. Prints as a table.
+    """What :func:`convert` did with every convolution and norm, and why. Prints as a table.
 
     Of the activations it lists those that keep less for the backward pass now.
     """
@@ -71,6 +80,10 @@ class ConversionReport:
     """How far the outputs of a trained network are from what they were."""
     frozen: bool = False
     """Whether balanced layers have frozen statistics, as those of a trained network do."""
+    norms: tuple[NormKind, ...] = ("batch",)
+    """The kinds of norms that were to be replaced."""
+    inexact: tuple[NormKind, ...] = ()
+    """Kinds of norms that were removed although no balanced layer does what they did: normalise every sample alone."""
 
     @property
     def balanced(self) -> list[str]:
@@ -79,17 +92,17 @@ class ConversionReport:
 
     @property
     def removed(self) -> list[str]:
-        """Names of the BatchNorms that were removed."""
+        """Names of the norms that were removed."""
         return [row.layer for row in self.rows if row.action == "removed"]
 
     @property
     def affine(self) -> list[str]:
-        """Names of the BatchNorms that became a constant factor and a learned shift."""
+        """Names of the norms that became a constant factor and a learned shift."""
         return [row.layer for row in self.rows if row.action == "affine"]
 
     @property
     def kept(self) -> list[str]:
-        """Names of the layers and BatchNorms that stay."""
+        """Names of the layers and norms that stay."""
         return [row.layer for row in self.rows if row.action == "kept"]
 
     @property
@@ -98,18 +111,31 @@ class ConversionReport:
         return [row.layer for row in self.rows if row.action == "lean"]
 
     def __str__(self) -> str:
-        norms = sum(row.is_norm for row in self.rows)
-        layers = len(self.rows) - norms - len(self.lean)
-        gone = len(self.removed) + len(self.affine)
+        norms = {kind: [row for row in self.rows if row.norm == kind] for kind in _NAMES}
+        layers = len(self.rows) - sum(map(len, norms.values())) - len(self.lean)
+        counts = [
+            f"{sum(row.action != 'kept' for row in rows)} of {len(rows)} {_NAMES[kind]}s removed"
+            for kind, rows in norms.items()
+            if rows
+        ]
+        offer = _offer([kind for kind, rows in norms.items() if rows], self.norms)
         return (
             text_table(["layer", "kind", "action", "why"], [list(row[:4]) for row in self.rows])
-            + f"\n\n{len(self.balanced)} of {layers} layers balanced, "
-            + f"{gone} of {norms} BatchNorms removed"
+            + f"\n\n{len(self.balanced)} of {layers} layers balanced, {', '.join(counts) or 'no norms'}"
             + (f" ({len(self.affine)} became a ChannelAffine)" if self.affine else "")
             + (f", {len(self.lean)} activations keep less for backward" if self.lean else "")
+            + "".join(f"\nnot exact: each {_NAMES[kind]} normalised every sample by itself" for kind in self.inexact)
+            + (f"\n{offer}" if offer else "")
             + ("\nstatistics frozen: unfreeze_stats(model) lets them follow the batches" if self.frozen else "")
             + (f"\n{self.proof}" if self.proof else "")
         )
+
+
+def _offer(present: Iterable[NormKind], kinds: Sequence[NormKind]) -> str:
+    """How to replace the norms of other kinds too."""
+    others = [kind for kind in present if kind not in kinds]
+    names = " and ".join(f"{_NAMES[kind]}s" for kind in others)
+    return f"norms={(*kinds, *others)} replaces the {names} too, to train the network from scratch" if others else ""
 
 
 def convert(
@@ -122,6 +148,7 @@ def convert(
     strict: bool = False,
     dry_run: bool = False,
     lean: bool = True,
+    norms: NormKind | Iterable[NormKind] = "batch",
     **options: Unpack[LayerKeywords],
 ) -> tuple[ModelT, ConversionReport]:
     """Replace every convolution and its BatchNorm by a balanced convolution, in place.
@@ -156,12 +183,15 @@ def convert(
         trained: convert every norm as that of a trained network (``True``) or of one to be trained from scratch
             (``False``); by default, its statistics decide. ``True`` makes an untrained copy of the network ready for
             the state dict of a converted one.
-        strict: raise a ValueError, and change nothing, if a BatchNorm would stay (other than by ``skip``), or if there
-            is nothing to balance. Without it, the latter is a warning.
+        strict: raise a ValueError, and change nothing, if a norm of the kinds ``norms`` would stay (other than by
+            ``skip``), or if there is nothing to balance. Without it, the latter is a warning.
         dry_run: only report.
         lean: replace activations that balanced layers follow by those of :mod:`balnorm.activations`, which compute the
             same and keep less for the backward pass: ReLU6, SiLU, GELU, Hardswish, Mish and Hardtanh, and the gates of
             squeeze-and-excitation.
+        norms: the kinds of norms to replace: ``"batch"``, ``"instance"``, ``"group"``, or several of them. An
+            InstanceNorm or a GroupNorm normalises every sample by itself, which no balanced layer does, and nothing
+            shows whether it has been trained. Name these kinds only for networks that you train from scratch.
         **options: for every balanced layer, e.g. ``mass="position"`` or ``one_pass=False``; they override those taken
             from the norm. See :class:`~balnorm.BalNormConv2d`.
 
@@ -179,25 +209,33 @@ def convert(
     """
     refuse_wrapped(model, "convert")
     BalNormConv2d(2, 2, 1, device="meta", **options)  # a bad option fails here, before anything is done
+    kinds = _kinds(norms)
     batches = _batches(example_input, model)
     first = next(batches, ())
     flow = data_flow(model, first)
-    decisions = attribute(model, flow, skip, include, trained)
+    decisions = attribute(model, flow, skip, include, trained, kinds)
     leaner = lean_activations(model, flow, decisions, named(model, "skip", skip)) if lean else {}
     names = {module: name for name, module in model.named_modules()}
     left = [
         f"{names[module]}: {explain(decision, names)}"
         for module, decision in decisions.items()
-        if is_batch_norm(module) and isinstance(decision, Kept) and not decision.depends_on(Reason.SKIPPED)
+        if norm_kind(module) in kinds and isinstance(decision, Kept) and not decision.depends_on(Reason.SKIPPED)
     ]
     if strict and left:
         raise ValueError(f"strict=True, and these norms would stay: {'; '.join(left)}")
-    if nothing := _why_nothing(decisions, left):
+    if nothing := _why_nothing(decisions, left, kinds):
         message = f"convert balances nothing in this {type(model).__name__}: {nothing}"
         if strict:
             raise ValueError(f"strict=True, and {message}")
         warnings.warn(message, stacklevel=2)
     exact = [module for module, decision in decisions.items() if is_exact(decision)]
+    inexact = _inexact(decisions)
+    if trained and inexact and not exact:
+        names_of_kinds = " and ".join(f"{_NAMES[kind]}s" for kind in inexact)
+        raise ValueError(
+            f"trained=True, and no layer can compute what the {names_of_kinds} of this {type(model).__name__} compute, "
+            "because they have no statistics. To train it from scratch, leave trained=True out"
+        )
     if exact:
         _refuse_inexact(f"{names[exact[0]]} of this {type(model).__name__}", bool(first) or dry_run, options)
     proof = None
@@ -218,7 +256,14 @@ def convert(
                 )
                 message = f"the converted network is not the original: {proof or 'outputs differ'} ({where})"
                 warnings.warn(message, BalNormWarning, stacklevel=2)
-    return _Conversion((model, _report(decisions, leaner, names, proof)))
+    return _Conversion((model, _report(decisions, leaner, names, proof, kinds, inexact)))
+
+
+def _kinds(norms: NormKind | Iterable[NormKind]) -> tuple[NormKind, ...]:
+    kinds: tuple[NormKind, ...] = (norms,) if isinstance(norms, str) else tuple(norms)
+    if unknown := [kind for kind in kinds if kind not in _NAMES]:
+        raise ValueError(f"norms must be of {', '.join(map(repr, _NAMES))}, got {unknown[0]!r}")
+    return kinds
 
 
 def _batches(example_input: Any, model: nn.Module) -> Iterator[tuple[Any, ...]]:
@@ -277,15 +322,25 @@ class _Conversion(tuple[Any, Any]):
         raise AttributeError(f"there is no {name} here: {self._message}")
 
 
-def _why_nothing(decisions: Mapping[nn.Module, Decision], left: Sequence[str]) -> str | None:
+def _why_nothing(decisions: Mapping[nn.Module, Decision], left: Sequence[str], kinds: Sequence[NormKind]) -> str | None:
     """Why there is nothing to balance, unless the caller asked for that or the model is balanced already."""
     if any(isinstance(it, BalNormLayer) or isinstance(decision, Balanced) for it, decision in decisions.items()):
         return None
     if left:
-        return f"no layer can do the work of its BatchNorms ({left[0]}{'; ...' if len(left) > 1 else ''})"
-    if any(is_batch_norm(module) for module in decisions):
+        names = " and ".join(f"{_NAMES[kind]}s" for kind in kinds)
+        return f"no layer can do the work of its {names} ({left[0]}{'; ...' if len(left) > 1 else ''})"
+    present = {kind: None for module in decisions if (kind := norm_kind(module))}
+    if any(kind in kinds for kind in present):
         return None
-    return "it has no BatchNorm, and include=... names no layer to balance without one"
+    offer = _offer(present, kinds) or "include=... names no layer to balance without one"
+    return f"it has no {' or '.join(_NAMES[kind] for kind in kinds)}, and {offer}"
+
+
+def _inexact(decisions: Mapping[nn.Module, Decision]) -> tuple[NormKind, ...]:
+    """The kinds of norms that are removed although no balanced layer does what they did."""
+    removed = [(it, decision.layers) for it, decision in decisions.items() if isinstance(decision, Removed)]
+    kinds = [norm_kind(it) for it, layers in removed if not all(is_exact(decisions[layer]) for layer in layers)]
+    return tuple(kind for kind in _NAMES if kind in kinds and kind != "batch")
 
 
 def _report(
@@ -293,20 +348,22 @@ def _report(
     leaner: Mapping[nn.Module, Lean],
     names: Mapping[nn.Module, str],
     proof: Proof | None,
+    kinds: tuple[NormKind, ...],
+    inexact: tuple[NormKind, ...],
 ) -> ConversionReport:
     no_norm = Kept((Because(Reason.NO_NORM),))  # which goes without saying of a linear layer
     rows = [
-        ConversionRow(names[it], type(it).__name__, decision.action, explain(decision, names), is_batch_norm(it))
+        ConversionRow(names[it], type(it).__name__, decision.action, explain(decision, names), norm_kind(it))
         for it, decision in decisions.items()
         if not (isinstance(it, nn.Linear) and decision == no_norm)
     ]
     rows += [
-        ConversionRow(names[it], type(it).__name__, "lean", why.explain(names), False) for it, why in leaner.items()
+        ConversionRow(names[it], type(it).__name__, "lean", why.explain(names), None) for it, why in leaner.items()
     ]
     order = {name: place for place, name in enumerate(names.values())}
     rows.sort(key=lambda row: order[row.layer])
     frozen = any(isinstance(decision, Balanced) and decision.exact for decision in decisions.values())
-    return ConversionReport(tuple(rows), proof, frozen)
+    return ConversionReport(tuple(rows), proof, frozen, kinds, inexact)
 
 
 def _new(module: nn.Module, decision: Decision, options: LayerKeywords) -> nn.Module | None:
@@ -314,7 +371,7 @@ def _new(module: nn.Module, decision: Decision, options: LayerKeywords) -> nn.Mo
     if isinstance(decision, Balanced):
         return _balanced_layer(module, decision, options)
     if isinstance(decision, Affine):
-        assert isinstance(module, _BatchNorm)
+        assert isinstance(module, _NormBase)
         like = module.running_mean if module.weight is None else module.weight
         assert like is not None
         return ChannelAffine(module.num_features, device=like.device, dtype=like.dtype).train(module.training)
@@ -324,12 +381,13 @@ def _new(module: nn.Module, decision: Decision, options: LayerKeywords) -> nn.Mo
 def _balanced_layer(layer: nn.Module, decision: Balanced, options: LayerKeywords) -> BalNormLayer:
     norm, follows = decision.norm, decision.place is Place.FOLLOWS
     taken_over: dict[str, Any] = {"shift": False} if decision.exact else {"centred": decision.signed}
-    if isinstance(norm, _BatchNorm):
+    if isinstance(norm, _BatchNorm) or (isinstance(norm, _NormBase) and norm.track_running_stats):
         taken_over |= {
             "momentum": norm.momentum,
             "track_running_stats": norm.track_running_stats or decision.exact,
-            "affine": norm.affine or not follows,
         }
+    if isinstance(norm, _NormBase | nn.GroupNorm):
+        taken_over["affine"] = norm.affine or not follows
     if isinstance(norm, nn.SyncBatchNorm) and options.get("sync_stats", True):
         taken_over |= {"sync_stats": True, "process_group": norm.process_group}
     kind = BALANCED[torch_class(layer)]  # type: ignore[index]  # only layers that have one are balanced
@@ -338,7 +396,7 @@ def _balanced_layer(layer: nn.Module, decision: Balanced, options: LayerKeywords
     plain.__class__ = kind.plain  # the layer may be of a subclass that changes nothing
     balanced = kind._from_plain(plain, {**taken_over, **given})
     balanced.weight = layer.get_parameter("weight")  # the same object: parameters that are shared stay shared
-    if isinstance(norm, _BatchNorm) and follows:
+    if isinstance(norm, _NormBase | nn.GroupNorm) and follows:
         # What the layer's own bias added, the norm took away again.
         balanced.bias = None
         if norm.affine:

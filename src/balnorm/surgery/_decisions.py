@@ -1,4 +1,4 @@
-"""Decide from the data flow what happens to every layer and every BatchNorm. This module changes nothing.
+"""Decide from the data flow what happens to every layer and every norm. This module changes nothing.
 
 A decision is data; :func:`explain` puts it into words, and no code depends on the words. :func:`attribute` applies
 these rules in order:
@@ -22,8 +22,9 @@ from enum import Enum
 from typing import ClassVar, Literal, TypeGuard
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from balnorm._checks import is_readable
 from balnorm.layers import BALANCED, BalNormLayer
@@ -36,6 +37,7 @@ __all__ = [
     "Because",
     "Decision",
     "Kept",
+    "NormKind",
     "Place",
     "Reason",
     "Removed",
@@ -46,10 +48,12 @@ __all__ = [
     "is_batch_norm",
     "is_norm_act",
     "named",
+    "norm_kind",
     "torch_class",
 ]
 
 Action = Literal["balanced", "removed", "affine", "kept", "lean"]
+NormKind = Literal["batch", "instance", "group"]
 
 
 class Place(Enum):
@@ -66,6 +70,7 @@ class Reason(Enum):
 
     # Modules that cannot be replaced, whatever surrounds them
     SKIPPED = "skipped, as asked"
+    NOT_ASKED_FOR = "stays unless norms=... names its kind"
     BALANCED_ALREADY = "balanced already"
     NOT_OF_TORCH = "not one of torch's own layers: a {} may do something else"
     NOT_CALLED = "the forward pass does not call it, or only inside another layer"
@@ -186,6 +191,10 @@ _WEIGHT_DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
     nn.BatchNorm2d: (4,),
     nn.BatchNorm3d: (5,),
     nn.SyncBatchNorm: (2, 3, 4, 5),
+    nn.InstanceNorm1d: (3,),
+    nn.InstanceNorm2d: (4,),
+    nn.InstanceNorm3d: (5,),
+    nn.GroupNorm: (2, 3, 4, 5),
 }
 # Steps allowed between a layer and the norm that follows it, and between a norm and a convolution that it feeds.
 _BEFORE_A_NORM = {"identity", "dropout", "contiguous", "clone", "avgpool", "adaptiveavgpool", "upsample"}
@@ -211,17 +220,19 @@ def attribute(
     skip: Iterable[str] = (),
     include: Iterable[str] = (),
     trained: bool | None = None,
+    kinds: tuple[NormKind, ...] = ("batch",),
 ) -> dict[nn.Module, Decision]:
     """Decide what becomes of every layer and every norm of a model, in the model's order.
 
-    A network is trained if one of its norms has statistics, unless the caller knows better.
+    A network is trained if one of its norms has statistics, unless the caller knows better. Norms of other kinds than
+    these stay.
     """
     # Rule 1: modules that have to stay
-    candidates = [module for module in model.modules() if _is_layer(module) or is_batch_norm(module)]
+    candidates = [module for module in model.modules() if _is_layer(module) or norm_kind(module)]
     skipped, included = named(model, "skip", skip), named(model, "include", include)
-    fixed = {module: because for module in candidates if (because := _why_fixed(module, flow, skipped))}
+    fixed = {module: because for module in candidates if (because := _why_fixed(module, flow, skipped, kinds))}
     layers: list[nn.Module] = [module for module in candidates if _is_layer(module) and module not in fixed]
-    norms = [module for module in candidates if is_batch_norm(module) and module not in fixed]
+    norms = [module for module in candidates if norm_kind(module) and module not in fixed]
 
     exact = {norm for norm in norms if _is_exact(norm, trained)}
 
@@ -245,7 +256,8 @@ def attribute(
     partners |= {layer: (norm, Place.AFTER_A_SUM) for layer, norm in summed.items()}
 
     # Rule 6: layers that the caller asks for
-    asked_for = included - following.keys() - partners.keys()
+    with_norm = {layer for layer, norm in following.items() if norm_kind(norm) in kinds}
+    asked_for = included - with_norm - partners.keys()
     partners |= {layer: (None, Place.NOWHERE) for layer in layers if layer in asked_for}
 
     decided: dict[nn.Module, Decision] = {
@@ -293,15 +305,29 @@ def is_batch_norm(module: nn.Module | None) -> bool:
     )
 
 
+def norm_kind(module: nn.Module | None) -> NormKind | None:
+    """Which of the norms that a balanced layer can replace this is, if any."""
+    if isinstance(module, _InstanceNorm):
+        return "instance"
+    if isinstance(module, nn.GroupNorm):
+        return "group"
+    return "batch" if is_batch_norm(module) else None
+
+
 def is_norm_act(module: nn.Module) -> bool:
     """Whether it is one of timm's norms with built-in dropout and activation."""
-    kind = type(module)
-    return kind.__name__ in ("BatchNormAct2d", "SyncBatchNormAct") and kind.__module__.startswith("timm.")
+    return _is_of_timm(type(module), "BatchNormAct2d", "SyncBatchNormAct", "GroupNormAct", "GroupNorm1Act")
+
+
+def _is_of_timm(kind: type[nn.Module], *names: str) -> bool:
+    return kind.__name__ in names and kind.__module__.startswith("timm.")
 
 
 def torch_class(module: nn.Module) -> type[nn.Module] | None:
     """The class of torch that the module computes like: its own, or the one that it inherits everything from."""
     kind = type(module)
+    if _is_of_timm(kind, "GroupNorm", "GroupNorm1"):  # which compute the same in another way
+        return nn.GroupNorm
     base = next((base for base in kind.__mro__ if base in BALANCED or base in _WEIGHT_DIMENSIONS), None)
     code = ("__call__", "__getattr__", "forward", "_conv_forward", "_output_padding", "_check_input_dim", "weight")
     return base if all(getattr(kind, name, None) is getattr(base, name, None) for name in code) else None
@@ -318,7 +344,7 @@ def _is_layer(module: nn.Module | None) -> TypeGuard[_ConvNd | nn.Linear]:
 
 def _is_exact(norm: nn.Module, trained: bool | None) -> bool:
     """Whether the layers must compute the same as with this norm, which they can if it has statistics."""
-    if not isinstance(norm, _BatchNorm) or norm.running_mean is None or norm.running_var is None:
+    if not isinstance(norm, _NormBase) or norm.running_mean is None or norm.running_var is None:
         return False
     if trained is None and is_readable(norm.running_mean):
         return bool((norm.running_mean != 0).any() or (norm.running_var != 1).any())
@@ -344,9 +370,13 @@ def named(model: nn.Module, option: Literal["skip", "include"], patterns: Iterab
     return found
 
 
-def _why_fixed(module: nn.Module, flow: Flow, skipped: Collection[nn.Module]) -> Because | None:
+def _why_fixed(
+    module: nn.Module, flow: Flow, skipped: Collection[nn.Module], kinds: Collection[NormKind]
+) -> Because | None:
     if module in skipped:
         return Because(Reason.SKIPPED)
+    if norm_kind(module) not in (None, *kinds):
+        return Because(Reason.NOT_ASKED_FOR)
     if isinstance(module, BalNormLayer):
         return Because(Reason.BALANCED_ALREADY)
     if because := _why_untouchable(module, flow):
@@ -403,7 +433,7 @@ def _followed(norm: nn.Module, following: Mapping[nn.Module, nn.Module], flow: F
 
 def _fits(layer: nn.Module | None, norm: nn.Module | None, flow: Flow) -> bool:
     """Whether the channels of the norm are the outputs of the layer."""
-    if not isinstance(norm, _BatchNorm) or not _is_layer(layer):
+    if not isinstance(norm, _NormBase | nn.GroupNorm) or not _is_layer(layer):
         return False
     if isinstance(layer, nn.Linear):
         # Given three dimensions, a norm normalises the second, and a linear layer maps the last. Reshaping to two
@@ -411,8 +441,9 @@ def _fits(layer: nn.Module | None, norm: nn.Module | None, flow: Flow) -> bool:
         outputs, fitting = layer.out_features, all(call.dimensions == 2 for call in flow.by_module[norm])
     else:
         outputs, fitting = layer.out_channels, True
+    channels = norm.num_channels if isinstance(norm, nn.GroupNorm) else norm.num_features
     allowed = [dimensions for kind, dimensions in _WEIGHT_DIMENSIONS.items() if isinstance(norm, kind)]
-    return fitting and norm.num_features == outputs and any(layer.weight.dim() in some for some in allowed)
+    return fitting and channels == outputs and any(layer.weight.dim() in some for some in allowed)
 
 
 def _why_not_following(norm: nn.Module, flow: Flow, fixed: _Fixed) -> Because:
@@ -485,7 +516,7 @@ def _strange_origin(call: Call) -> Call | None:
     seen, steps = set[Call](), [call]
     while steps:
         for source in steps.pop().inputs:
-            if source in seen or _is_layer(source.module) or is_batch_norm(source.module):
+            if source in seen or _is_layer(source.module) or norm_kind(source.module):
                 continue
             if source.name not in _BEFORE_A_SUM:
                 return source
@@ -555,4 +586,4 @@ def _only_user(call: Call) -> Call | None:
 
 def _only_for_sums(call: Call) -> bool:
     """Whether only norms, or steps on the way to a sum, read the output."""
-    return all(user.name in _AFTER_A_SUM or is_batch_norm(user.module) for user in call.users)
+    return all(user.name in _AFTER_A_SUM or norm_kind(user.module) for user in call.users)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
 from balnorm._core.method import contribution
@@ -64,7 +64,7 @@ class FactorAndShift(NamedTuple):
         ones = in_double_precision(torch.ones_like(like))
         if norm is None:
             return cls(ones, ones, 0 * ones)
-        assert isinstance(norm, _BatchNorm)
+        assert isinstance(norm, _NormBase)
         assert norm.running_mean is not None
         assert norm.running_var is not None
         deviation = (in_double_precision(norm.running_var) + norm.eps).sqrt()

@@ -114,7 +114,9 @@ def is_leaf(module: nn.Module) -> bool:
         module, nn.Sequential | nn.ModuleList | nn.ModuleDict
     )
     ours = BalNormLayer | ChannelAffine | ChannelCentre | LeanActivation
-    known = isinstance(module, _ConvNd | _NormBase | nn.Linear | ours) or lean_activation(module) is not None
+    known = (
+        isinstance(module, _ConvNd | _NormBase | nn.GroupNorm | nn.Linear | ours) or lean_activation(module) is not None
+    )
     return of_torch or known
 
 
@@ -306,7 +308,7 @@ def _has_negative(value: Any) -> bool:
 
 def _has_linear_norm(model: nn.Module) -> bool:
     kinds = {type(module) for module in model.modules()}
-    return nn.Linear in kinds and bool(kinds & {nn.BatchNorm1d, nn.SyncBatchNorm})
+    return nn.Linear in kinds and bool(kinds & {nn.BatchNorm1d, nn.SyncBatchNorm, nn.GroupNorm})
 
 
 def _first_line(error: Exception) -> str:
