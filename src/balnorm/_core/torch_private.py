@@ -68,7 +68,7 @@ def is_watched() -> bool:
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
-    """``function.apply(*arguments)``, where no functorch transform is active.
+    """``function.apply(*arguments)``, if no functorch transform is active.
 
     The public method looks for transforms first, with a Python call for each argument: a tenth of the time that a small
     balanced layer adds to its convolution.
@@ -126,7 +126,7 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def output_padding_for(layer: nn.Module, input: Tensor | None, output_size: Sequence[int]) -> tuple[int, ...]:
-    """The output padding with which a transposed convolution gives this output size. torch keeps the rule to itself."""
+    """The output padding with which a transposed convolution gives this output size. torch has no public rule."""
     axes = len(layer.kernel_size)  # type: ignore[arg-type]
     geometry = (layer.stride, layer.padding, layer.kernel_size, axes, layer.dilation)
     return tuple(layer._output_padding(input, list(output_size[-axes:]), *geometry))  # type: ignore[operator]
@@ -183,9 +183,9 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def thread_pool() -> int | None:
-    """The address of torch's own ``parallel_for``, a C function of its stable interface; ``None`` where it has none.
+    """The address of torch's own ``parallel_for``, a C function of its stable interface; ``None`` if it has none.
 
-    A second pool of threads would compete with torch's for the same cores, and torch lends its own only in C.
+    A second pool of threads would compete with torch's for the same cores, and torch exposes its pool only in C.
     """
     try:
         return _address_of(_c_library().torch_parallel_for)
@@ -197,7 +197,7 @@ def tensor_functions() -> list[int] | None:
     """The addresses of torch's C functions that read a tensor, in the order of ``torch_t`` in kernels.c.
 
     They are part of its stable interface, which compiled models use. Questions about a tensor's memory that take
-    microseconds in Python take nanoseconds there. ``None`` where they are missing.
+    microseconds in Python take nanoseconds there. ``None`` if they are missing.
     """
     questions = ("dim", "sizes", "strides", "dtype", "device_type", "storage_offset", "storage_size", "data_ptr")
     try:

@@ -4,7 +4,7 @@ Installing balnorm compiles the file if there is a C compiler. It is loaded with
 except the addresses of its thread pool and of the functions that read a tensor. Without it, or with
 ``BALNORM_BACKEND=torch`` in the environment, torch operations do the work. Both give the same results up to rounding.
 
-What depends on shapes, strides and types alone is worked out once for each :class:`Setup` and kept there as a
+Whatever depends on shapes, strides and types alone is computed once for each :class:`Setup` and kept there as a
 :class:`_Plan`. C trusts it, and nothing else: it gets tensors, not addresses, and reads the memory of a tensor only
 after it has compared type, device, shape, strides and size of the storage with what the plan expects, at every call.
 """
@@ -34,7 +34,7 @@ __all__ = ["LIBRARY", "adds_up", "backward", "effective", "forward", "scale_of",
 LIBRARY = Path(__file__).with_name("kernels.so")
 """Where the build puts the compiled file."""
 INTERFACE = 7
-"""What balnorm_interface() in kernels.c returns, if the compiled file is not an older one."""
+"""The number that balnorm_interface() in kernels.c returns; an older compiled file returns another one."""
 
 # The structs of kernels.c: 64-bit integers, and a double where it says "d".
 _EXPECTED = struct.Struct("=14q")
@@ -57,7 +57,7 @@ _MOST_ELEMENTS = 2**48
 def takes(*tensors: Tensor | None) -> bool:
     """Whether C can read these tensors: they are on the CPU, and not of a subclass that only looks like a tensor.
 
-    A dispatch mode has to see every operation, so under one torch's operations do the work.
+    A dispatch mode must see every operation, so torch operations take over while one is active.
     """
     if _library is None or is_watched():
         return False
@@ -104,7 +104,7 @@ def forward(
     _run(plan, values, gain, saved, bias, scale, effective, shifted, both, samples, *averages)
     undo = statistics = None
     if running is not None and plan.tracks:
-        mark_changed(*running)  # behind torch's back: whoever saved them for backward has to know
+        mark_changed(*running)  # torch has not seen the change, and they may be saved for backward
         undo = functools.partial(_undo, running, both)
     elif running is not None:
         torch_backend.check_memory(*running)
@@ -182,7 +182,7 @@ def adds_up(dy: Tensor, matrix: WeightMatrix, setup: Setup) -> bool:
 
 
 def scale_of(weight: Tensor, scale: Tensor | None, saved: Sequence[Tensor], setup: Setup) -> Tensor | None:
-    """The scale. C keeps a copy of it in the vector that it saves, which spares a tensor."""
+    """The scale. C keeps its copy in the vector that it saves, not in a tensor."""
     return scale if weight.numel() == 0 else saved[0][: setup.outputs]
 
 
@@ -199,25 +199,25 @@ def _undo(running: Running, both: Tensor) -> None:
 
 
 def _centre(saved: Tensor, shape: Sequence[int]) -> Tensor:
-    """The centre in the saved vector. It ends in centre and signs of each input, and whether signs matter."""
+    """The centre in the saved vector, which ends with centre and sign of each input, and whether signs matter."""
     _, inputs, *kernel = shape
     return saved[-1 - 2 * inputs : -1 - inputs].view(1, inputs, *(1,) * len(kernel))
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What C is given
+# Arguments of C
 # --------------------------------------------------------------------------------------------------------------------
 
 
 class _Expected(NamedTuple):
-    """What a tensor must be for C to touch its memory."""
+    """The properties that C requires of a tensor before it touches its memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     optional: bool = False
     copy: bool = False
-    """Whether a copy will do in its place, because C only reads it."""
+    """Whether a copy can replace it, because C only reads it."""
 
     def pack(self) -> bytes:
         axes = len(self.shape)
@@ -227,7 +227,7 @@ class _Expected(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What C gets beside tensors, and what Python has to know of it."""
+    """The arguments of C besides tensors, and the facts that Python needs about them."""
 
     function: Any
     name: str
@@ -241,7 +241,7 @@ class _Plan(NamedTuple):
     statistics: int
     """How many elements these vectors have."""
     takes_samples: bool
-    """Whether C takes the statistics of the samples, or hands their gradient on, and not torch operations."""
+    """Whether C, and not torch operations, takes the statistics of the samples or adds their gradient."""
     tracks: bool
 
 
@@ -273,7 +273,7 @@ def _call(plan: _Plan, tensors: Sequence[Tensor | None]) -> int:
 
 
 def _fitting(tensor: Tensor, expected: _Expected) -> Tensor:
-    """The tensor, or a copy if it only has another type or order of memory."""
+    """The tensor, or a copy if only its type or memory order differs."""
     if not expected.copy or tensor.shape != expected.shape or tensor.layout != torch.strided:
         return tensor
     if not tensor.is_cpu or type(tensor) not in ORDINARY:
@@ -310,7 +310,7 @@ class _Weight:
         if values.numel() > _MOST_ELEMENTS:
             raise RuntimeError(f"a weight of shape {tuple(values.shape)} is too large")
         pair = (values.dtype, sample)
-        # Where C does not know the type of the samples, torch operations convert what goes in and what comes out.
+        # If C does not know the type of the samples, torch operations convert its inputs and outputs.
         self.types = pair if pair in _COMPILED else (values.dtype, values.dtype)
         self.real, self.low = self.types
         position, one_pass = setup.kind == "position", setup.options.one_pass
@@ -390,7 +390,7 @@ def _backward_plan(
     sample = dx if dx is not None else dy
     weight = _Weight(matrix, matrix.values.dtype if sample is None else sample.dtype, setup)
     found = None
-    if dx is not None and dx.dtype == x.dtype and len(saved) == 1:  # elsewhere torch operations took the statistics
+    if dx is not None and dx.dtype == x.dtype and len(saved) == 1:  # otherwise torch operations took the statistics
         found = _samples(dx, weight, setup)
     samples, layout = found or (weight.vector(0, optional=True), bytes(_SAMPLES.size))
     t, outputs = weight.vector(weight.outputs, copy=dy is None), weight.vector(0, optional=True)
@@ -408,7 +408,7 @@ def _backward_plan(
 
 
 def _keep(setup: Setup, key: object, found: _Found) -> _Found:
-    if len(setup.prepared) >= _MOST_PLANS:  # averages with ever new strides
+    if len(setup.prepared) >= _MOST_PLANS:  # a limit for averages with ever-changing strides
         setup.prepared.clear()
     setup.prepared[key] = found
     return found
@@ -417,8 +417,8 @@ def _keep(setup: Setup, key: object, found: _Found) -> _Found:
 def _samples(x: Tensor, weight: _Weight, setup: Setup) -> tuple[_Expected, bytes] | None:
     """The layout of samples, or ``None`` if torch operations have to take their statistics.
 
-    That is so without values, over several processes, where C cannot read ``x`` as it lies in memory, where the padding
-    is a step of its own, where the kernel exceeds the image, and for centred statistics by position.
+    They have to if there are no values, if several processes share statistics, if C cannot read the memory layout of
+    ``x``, if padding is a separate step, if the kernel exceeds the image, and for centred statistics by position.
     """
     geometry, count, centred, position = setup.geometry, setup.samples, setup.options.centred, setup.kind == "position"
     if count == 0 or not 0 < x.numel() <= _MOST_ELEMENTS or x.dtype != weight.low or setup.among is not None:

@@ -1,4 +1,4 @@
-/* The closed form's work on a CPU: what torch would need dozens of small calls and passes for.
+/* The closed form on a CPU, for which torch would need dozens of small calls and passes.
 
    This file needs no header of torch. A call gets tensors, and one of the structs below: what cpu.py worked out from
    shapes and types, and what it expects of each tensor. find() compares the tensor with that and returns its memory;
@@ -88,19 +88,19 @@ typedef struct {
   int64_t last, position, one_pass, shift;
 } rows_t;
 
-/* The samples whose statistics count, or the gradient that these hand on. */
+/* The samples whose statistics count, or the gradient through them. */
 typedef struct {
   int64_t samples, inputs, last, position, centred; /* last: whether channels are the fastest axis */
   axis_t axes[3];                                   /* slowest first; unused ones have one input and one tap */
-  double count;                                     /* what turns sums into statistics */
+  double count;                                     /* the divisor that turns sums into statistics */
 } samples_t;
 
-/* What a tensor must be. */
+/* The required properties of a tensor. */
 typedef struct {
   int64_t optional, type, item, axes, size[5], stride[5]; /* type: torch's number for it; item: its bytes */
 } expected_t;
 
-/* The tensors that the calls get, in order, and what comes with them. */
+/* The tensors that the calls get, in order, and their other arguments. */
 enum { WEIGHT, GAIN, SAVED }; /* in every call; GAIN is optional */
 
 /* EFFECTIVE, of type SAMPLE, is to be written; so is SHIFTED, the bias less sum w'' mu. STATISTICS are the means, then
@@ -173,7 +173,7 @@ static int find_all(const int64_t *tensors, const expected_t *expected, int coun
   return 0;
 }
 
-/* What the backward pass needs, apart from tensors that torch keeps anyway: one vector, with these parts. */
+/* The vector that the backward pass needs, besides tensors that torch keeps anyway, with these parts. */
 typedef struct {
   int64_t scale, share, met, inverse_total, inverse_divisor, mean, positive, inverse_contribution;
   int64_t centre, signs, has_signs;
@@ -183,7 +183,7 @@ typedef struct {
 static saved_t parts(const rows_t *r) {
   int64_t inputs = r->groups * r->inputs, n = inputs * r->taps, d = r->outputs, g = r->groups;
   saved_t s;
-  s.scale = 0; /* first of all: scale_of() in cpu.py reads it */
+  s.scale = 0; /* first, because scale_of() in cpu.py reads it there */
   s.share = s.scale + d;
   s.met = s.share + n;
   s.inverse_total = s.met + (r->position ? n : inputs);
@@ -201,7 +201,7 @@ static saved_t parts(const rows_t *r) {
 EXPORT int64_t balnorm_saved_size(const rows_t *r) { return parts(r).size; }
 
 #define NO_MEMORY -1
-#define FLOOR 1e-3 /* the smallest divisor of w'', as a part of the mean over the groups */
+#define FLOOR 1e-3 /* the smallest divisor of w'', as a fraction of the mean over the groups */
 
 /* ---- Taps and inputs along one axis ------------------------------------------------------------------------------ */
 
@@ -574,11 +574,11 @@ static int NAME(position_statistics)(const samples_t *m, const SAMPLE *x, REAL *
   return failed;
 }
 
-/* ---- What comes back through the statistics --------------------------------------------------------------------- */
+/* ---- The gradient through the statistics ------------------------------------------------------------------------ */
 
 typedef struct {
   SAMPLE *dx;
-  const SAMPLE *x;                    /* 0 where no sign matters */
+  const SAMPLE *x;                    /* 0 if no sign matters */
   const REAL *plus, *minus, *centre; /* to add where x >= centre, and elsewhere */
   int64_t length, period;            /* patterns of this period, or (planes) one value for each run of this length */
   int64_t inputs;
