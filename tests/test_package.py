@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -19,6 +20,7 @@ import torch
 
 import balnorm
 import balnorm_command
+import notebook
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "balnorm"
@@ -307,6 +309,32 @@ def test_the_callback_of_the_lightning_example(monkeypatch):
     assert model[0].running_mass.item() == 3
     callback.on_train_end(trainer, model)
     assert model[0].running_mass.item() == 7
+
+
+def test_the_notebook_runs(tmp_path):
+    """And what is stored in it was made from its code of today, if on another day."""
+    stored = json.loads((ROOT / "examples" / "tour.ipynb").read_text())
+    assert stored["metadata"]["code_of_outputs"] == notebook.fingerprint(stored), (
+        "the code has changed: run python tests/notebook.py examples/tour.ipynb"
+    )
+    assert all(cell["outputs"] for cell in notebook.code_cells(stored) if "print(" in "".join(cell["source"]))
+    copy = tmp_path / "tour.ipynb"
+    copy.write_text(json.dumps(stored))
+    command = [sys.executable, "-W", "error", str(ROOT / "tests" / "notebook.py"), str(copy)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(copy.read_text())
+    kinds = [
+        [[output["output_type"] for output in cell["outputs"]] for cell in notebook.code_cells(one)]
+        for one in (stored, made)
+    ]
+    assert kinds[0] == kinds[1]
+    assert sum(kind.count("display_data") for kind in kinds[1]) == 3
+    said = "".join("".join(o.get("text", [])) for cell in notebook.code_cells(made) for o in cell["outputs"])
+    assert all(float(accuracy) > 85 for accuracy in re.findall(r"final test accuracy ([\d.]+)%", said))
+    assert "4 of 4 layers balanced, 4 of 4 BatchNorms removed" in said
+    assert "BalNorm keeps 0.51 of what BatchNorm keeps" in said
 
 
 def test_the_tutorial_runs(tmp_path):

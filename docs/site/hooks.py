@@ -5,6 +5,7 @@ The site has the layout of the repository, so that every link between documents 
 
 import ast
 import html
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -23,7 +24,8 @@ def on_files(files, config):
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     for name in listed:
         if name.startswith("examples/"):
-            page = as_page((ROOT / name).read_text())
+            text = (ROOT / name).read_text()
+            page = notebook_as_page(json.loads(text)) if name.endswith(".ipynb") else as_page(text)
             ours.append(File.generated(config, str(Path(name).with_suffix(".md")), content=page))
         elif not name.endswith(".py"):
             ours.append(File(name, str(ROOT), config.site_dir, use_directory_urls=False))
@@ -34,8 +36,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, **_):
-    """Links to a script lead to its page."""
-    return re.sub(r"(\]\((?:\.\./)*examples/\w+)\.py\)", r"\1.md)", markdown)
+    """Links to a script or a notebook lead to its page."""
+    return re.sub(r"(\]\((?:\.\./)*examples/\w+)\.(?:py|ipynb)\)", r"\1.md)", markdown)
 
 
 def on_page_content(content, page, **_):
@@ -81,3 +83,18 @@ def as_page(script):
     if ast.dump(ast.parse("\n".join(codes))) != ast.dump(ast.parse(body)):
         raise PluginError(f"the page {title!r} does not have all the code of its script")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def notebook_as_page(notebook):
+    """What each cell says, prints and draws."""
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            if output["output_type"] == "stream":
+                parts.append(f"```text\n{''.join(output['text']).strip()}\n```")
+            else:
+                picture = "".join(output["data"]["image/png"]).strip()
+                parts.append(f'<p><img alt="figure" src="data:image/png;base64,{picture}"></p>')
+    return "\n\n".join(parts) + "\n"
