@@ -6,12 +6,15 @@
 - Compiled kernels: Triton's compiler needs no GPU. The backend runs on meta tensors, with a launch that only compiles,
   so these are the kernels, types and specialisations of real layers.
 - Host: the backend runs with a driver that launches nothing.
+- Estimate: what normalisation adds to a step of ResNet-50, from the bytes of all these launches.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
+import math
 import re
 import resource
 import statistics
@@ -26,9 +29,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from balnorm import BalNormConv2d, BalNormLayer, convert
 from balnorm._core.backends import Running, Setup
+from balnorm._core.backends import torch as torch_backend
 from balnorm._core.backends import triton as backend
 from balnorm._core.matrix import WeightMatrix
 from balnorm.bench.models import create_model
@@ -48,6 +53,7 @@ def gpu(rounds: int) -> Iterable[str]:
     yield from launches()
     yield from compiled()
     yield from host(rounds)
+    yield from estimate()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -68,6 +74,8 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.torch: list[str] = []
         self.ours: list[str] = []
+        self.moved: list[int] = []
+        """The bytes that each of them reads and writes."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operation(*args, **(kwargs or {}))
@@ -78,10 +86,18 @@ class Launches(TorchDispatchMode):
             self.torch += ["sum over dy"] * args[-1][2]
         elif not operation.is_view and name not in _NO_KERNEL:
             self.torch.append(name)
+            read = args[1:2] if name == "copy_" else (args, {k: v for k, v in (kwargs or {}).items() if k != "out"})
+            self.moved.append(sum(map(_bytes, tree_leaves((read, result)))))
         return result
 
-    def launch(self, kernel: Any, *_: Any) -> None:
+    def launch(self, kernel: Any, grid: Any, arguments: Any, options: Any) -> None:  # noqa: ARG002
         self.ours.append(kernel.__name__)
+        named = dict(zip(kernel.arg_names, arguments, strict=False))
+        if kernel.__name__ == "add_to_samples":
+            named["again"] = named["dx"]
+            if not named["CENTRED"]:
+                del named["x"]  # after a ReLU nothing is negative
+        self.moved.append(sum(map(_bytes, named.values())))
 
 
 @contextlib.contextmanager
@@ -225,7 +241,7 @@ def compile_layer(layer: Layer, low: bool, last: bool) -> dict[Any, tuple[str, A
     return found
 
 
-def training_step(layer: Layer, low: bool, last: bool, device: str) -> Callable[[], None]:
+def training_step(layer: Layer, low: bool, last: bool, device: str, by: Any = backend) -> Callable[[], None]:
     """What the autograd function does in a training step, without the convolution."""
     module, axes = layer.layer, len(layer.shape) - 2
     order = {2: torch.channels_last, 3: torch.channels_last_3d}[axes] if last else torch.contiguous_format
@@ -238,9 +254,8 @@ def training_step(layer: Layer, low: bool, last: bool, device: str) -> Callable[
     x = empty(layer.shape, torch.bfloat16 if low else torch.float32).to(memory_format=order)
     weight = empty(module.weight).to(memory_format=order)
     gain, scale, bias = (empty(module.output_scale) for _ in range(3))
-    running = Running(
-        empty(module.running_mean), empty(module.running_mass), torch.empty((), dtype=torch.int64, device=device)
-    )
+    average = torch.Size(module._geometry.statistics_shape(layer.shape[1], kind))
+    running = Running(empty(average), empty(average), torch.empty((), dtype=torch.int64, device=device))
     setup = Setup(
         module._geometry, module.options, kind, module.shifts, layer.shape[0], None, True, len(scale), x.dtype
     )
@@ -250,9 +265,11 @@ def training_step(layer: Layer, low: bool, last: bool, device: str) -> Callable[
         dx = None
 
     def run() -> None:
-        found = backend.forward(x, matrix, bias, gain, scale, None, running, setup)
-        backend.effective(matrix, gain, found.scale, found.saved, setup, x.dtype)
-        backend.backward(g, t, dx, x, matrix, gain, found.scale, found.saved, setup)
+        found = by.forward(x, matrix, bias, gain, scale, None, running, setup)
+        if found.undo is None:
+            by.track(running, found.statistics, module.options.momentum)
+        by.effective(matrix, gain, found.scale, found.saved, setup, x.dtype)
+        by.backward(g, t, dx, x, matrix, gain, found.scale, found.saved, setup)
 
     return run
 
@@ -352,3 +369,119 @@ def host(rounds: int) -> Iterable[str]:
             low, middle, high = (1e6 * value for value in statistics.quantiles(spent[2:], n=4))
             yield f"| {how} | {middle:.0f} [{low:.0f}, {high:.0f}] |"
     yield ""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# An estimate
+# --------------------------------------------------------------------------------------------------------------------
+
+BANDWIDTH, LEAST = 1.5e12, 2.5e-6
+"""Bytes per second of an A100, and the seconds of its smallest kernel."""
+OPERATION, OURS, DRIVER = 4.5e-6, 7e-6, 2.5e-6
+"""Seconds of the host for an operation of torch, and for a launch of ours (above) and of the driver under it."""
+STEP = 0.1
+"""Seconds of the step."""
+
+
+class Cost(NamedTuple):
+    """What normalisation and bias add to a training step."""
+
+    launches: int = 0
+    activations: float = 0
+    """Bytes, read or written."""
+    weights: float = 0
+    """Bytes of everything else."""
+    gpu: float = 0
+    """Seconds."""
+    host: float = 0
+
+    def plus(self, other: Cost) -> Cost:
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @classmethod
+    def of(cls, launches: Iterable[float], host: float, large: float) -> Cost:
+        """From the bytes of each launch. Activations are those of at least ``large`` bytes."""
+        moved = list(launches)
+        return cls(
+            len(moved),
+            sum(n for n in moved if n >= large),
+            sum(n for n in moved if n < large),
+            sum(max(LEAST, n / BANDWIDTH) for n in moved),
+            host,
+        )
+
+
+def estimate() -> Iterable[str]:
+    yield "### Estimate of a training step\n"
+    yield "**Nothing here was measured on a GPU.** What normalisation and bias add to a step of ResNet-50 (batch 256,"
+    yield f"224 px, bfloat16 autocast, channels_last, about {1e3 * STEP:.0f} ms) on an A100, eager. Every launch takes"
+    yield f"its bytes over {BANDWIDTH / 1e12} TB/s, and at least {1e6 * LEAST} us; a tensor that a kernel reads twice"
+    yield f"comes from a cache the second time. On the host an operation of torch takes {1e6 * OPERATION} us, and a"
+    yield f"launch of ours {1e6 * OURS} us and {1e6 * DRIVER} us of the driver. Convolutions, ReLU and the optimiser"
+    yield "are left out; the bias of a balanced layer counts: one pass over y adds it, another one sums dy. BatchNorm"
+    yield "reads its operands once where they stay in the chip, and else twice. Passes are bytes over those of all"
+    yield "inputs of convolutions in bfloat16, and of all weights in float32.\n"
+    yield "| | launches | activations, GB (passes) | weights, GB (passes) | GPU, ms | host, ms |"
+    yield "|---|---|---|---|---|---|"
+    rows = {"BatchNorm, reading once": batch_norm(1), "BatchNorm, reading twice": batch_norm(2)}
+    for mass, centred in (("channel", False), ("position", False), ("channel", True)):
+        name = f"BalNorm, {mass}{', centred' if centred else ''}"
+        rows[f"{name}, torch operations"] = balanced(mass, centred, triton=False)
+        rows[f"{name}, Triton"] = balanced(mass, centred, triton=True)
+    sizes = [(2 * x, 4 * layer.layer.weight.numel()) for layer, x, _ in convolutions_of_resnet()]
+    for name, cost in rows.items():
+        moved = zip((cost.activations, cost.weights), map(sum, zip(*sizes, strict=True)), strict=True)
+        cells = [f"{1e-9 * n:.1f} ({n / size:.1f})" for n, size in moved]
+        cells += [f"{1e3 * seconds:.0f}" for seconds in (cost.gpu, cost.host)]
+        yield f"| {name} | {cost.launches} | {' | '.join(cells)} |"
+    yield ""
+
+
+def convolutions_of_resnet() -> Iterator[tuple[Layer, int, int]]:
+    """The convolutions of a ResNet-50, each with the elements of its input and output."""
+    model, shape = networks()["ResNet-50"]
+    found: list[tuple[Layer, int, int]] = []
+
+    def note(module: Any, inputs: Any, output: Any) -> None:
+        found.append((Layer("", module, inputs[0].shape), inputs[0].numel(), output.numel()))
+
+    for module in model.modules():
+        if isinstance(module, BalNormLayer) and len(module._geometry.kernel) == 2:
+            module.register_forward_hook(note)
+    with torch.no_grad():
+        model(torch.empty(shape, device="meta"))
+    return iter(found)
+
+
+def batch_norm(reads: int) -> Cost:
+    """Forward, backward and the counter, and the casts of the weight and of its gradient."""
+    total = Cost()
+    for layer, _, y in convolutions_of_resnet():
+        cast = 6 * layer.layer.weight.numel()
+        moved = [2 * y * (reads + 1), 2 * y * (2 * reads + 1), 0, cast, cast]
+        total = total.plus(Cost.of(moved, len(moved) * OPERATION, 2 * y))
+    return total
+
+
+def balanced(mass: str, centred: bool, triton: bool) -> Cost:
+    total = Cost()
+    for layer, x, y in convolutions_of_resnet():
+        module = layer.layer
+        module.options = dataclasses.replace(module.options, mass=mass, centred=centred)
+        seen = Launches()
+        step = training_step(layer, True, True, "meta", backend if triton else torch_backend)
+        with chosen(seen.launch), seen:
+            step()
+        moved = [*seen.moved, 4 * y, 2 * y, 0]  # the bias, the sum over dy, and its conversion
+        host = (len(seen.torch) + 3) * OPERATION + len(seen.ours) * (OURS + DRIVER)
+        total = total.plus(Cost.of(moved, host, min(2 * x, 2 * y)))
+    return total
+
+
+def _bytes(tensor: object) -> int:
+    """What a kernel touches of a tensor: little, if it is expanded."""
+    if not isinstance(tensor, Tensor):
+        return 0
+    return tensor.element_size() * math.prod(
+        n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 1
+    )
