@@ -51,7 +51,7 @@ __all__ = ["ConversionReport", "convert", "with_activation"]
 
 
 class ConversionRow(NamedTuple):
-    """What became of one layer, norm or activation."""
+    """What :func:`convert` did with one layer, norm or activation."""
 
     layer: str
     kind: str
@@ -77,7 +77,7 @@ class ConversionReport:
 
     rows: tuple[ConversionRow, ...]
     proof: Proof | None = None
-    """How far the outputs of a trained network are from what they were."""
+    """How far the outputs of a trained network differ from the original's."""
     frozen: bool = False
     """Whether balanced layers have frozen statistics, as those of a trained network do."""
     norms: tuple[NormKind, ...] = ("batch",)
@@ -153,7 +153,7 @@ def convert(
 ) -> tuple[ModelT, ConversionReport]:
     """Replace every convolution and its BatchNorm by a balanced convolution, in place.
 
-    A BatchNorm belongs to the layer that it follows *in the data flow*: the layer's output goes to it and nowhere else.
+    A BatchNorm belongs to the layer that it follows *in the data flow*: it alone reads the layer's output.
     The norm becomes an :class:`~torch.nn.Identity`, or the activation and dropout of timm's ``BatchNormAct2d``. Linear
     layers with a BatchNorm are converted too, if you give an ``example_input``. A balanced layer keeps the weight, as
     the same parameter object, and takes over the scale (as its gain), shift, momentum and synchronisation of the norm
@@ -351,7 +351,7 @@ def _report(
     kinds: tuple[NormKind, ...],
     inexact: tuple[NormKind, ...],
 ) -> ConversionReport:
-    no_norm = Kept((Because(Reason.NO_NORM),))  # which goes without saying of a linear layer
+    no_norm = Kept((Because(Reason.NO_NORM),))  # too obvious to report for a linear layer
     rows = [
         ConversionRow(names[it], type(it).__name__, decision.action, explain(decision, names), norm_kind(it))
         for it, decision in decisions.items()
@@ -367,7 +367,7 @@ def _report(
 
 
 def _new(module: nn.Module, decision: Decision, options: LayerKeywords) -> nn.Module | None:
-    """What takes the place of a module, before anything of a trained network is taken over."""
+    """The replacement of a module, without the state of a trained network."""
     if isinstance(decision, Balanced):
         return _balanced_layer(module, decision, options)
     if isinstance(decision, Affine):
@@ -392,12 +392,12 @@ def _balanced_layer(layer: nn.Module, decision: Balanced, options: LayerKeywords
         taken_over |= {"sync_stats": True, "process_group": norm.process_group}
     kind = BALANCED[torch_class(layer)]  # type: ignore[index]  # only layers that have one are balanced
     given = {name: value for name, value in options.items() if name != "mass" or not isinstance(layer, nn.Linear)}
-    plain = copy.copy(layer)  # which shares all tensors
+    plain = copy.copy(layer)  # shares all tensors
     plain.__class__ = kind.plain  # the layer may be of a subclass that changes nothing
     balanced = kind._from_plain(plain, {**taken_over, **given})
     balanced.weight = layer.get_parameter("weight")  # the same object: parameters that are shared stay shared
     if isinstance(norm, _NormBase | nn.GroupNorm) and follows:
-        # What the layer's own bias added, the norm took away again.
+        # The norm cancelled the layer's own bias.
         balanced.bias = None
         if norm.affine:
             if norm.bias is not None:
@@ -410,13 +410,13 @@ def _balanced_layer(layer: nn.Module, decision: Balanced, options: LayerKeywords
 
 
 def with_activation(norm: nn.Module, made: nn.Module) -> nn.Module:
-    """What replaces one of timm's norms, with the activation and dropout that the norm had inside."""
+    """The replacement of one of timm's norms, with the activation and dropout that the norm contained."""
     first = {} if isinstance(made, nn.Identity) else {"affine": made}
     return nn.Sequential(OrderedDict(first | _beside_the_norm(norm))).train(norm.training)
 
 
 def _beside_the_norm(norm: nn.Module) -> dict[str, nn.Module]:
-    """What else a norm of timm's does: dropout and activation."""
+    """The dropout and activation inside a norm of timm's."""
     return {name: getattr(norm, name) for name in ("drop", "act") if hasattr(norm, name)}
 
 
