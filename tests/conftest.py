@@ -14,8 +14,8 @@ hypothesis.settings.register_profile("ci", deadline=None, max_examples=60, deran
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
-# It has to be started with the environment that it needs: test_triton.py does so.
-collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted.py"]
+# They have to be started with the environment that they need: test_triton.py does so.
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted.py", "watched.py"]
 
 LEFT = "slow"  # why a test is skipped that make test-all runs
 

@@ -7,12 +7,16 @@ tests/test_triton.py runs this file in a process of its own, because Triton has 
 `CASES` in the environment is the number of random layers, `FIRST` the first one. A case is a function of its number.
 """
 
+import contextlib
 import itertools
 import os
 import random
+from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import balnorm.functional as BF
@@ -26,6 +30,7 @@ from balnorm._core.matrix import WeightMatrix
 from balnorm._core.method import Statistics
 from balnorm._core.options import Options
 from reference import balanced_conv, balanced_linear
+from watched import watched
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run this as tests/test_triton.py does"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy")
@@ -46,6 +51,14 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr(function, "_setups", {})
     monkeypatch.setattr(triton_backend, "_TILE", 256)
     monkeypatch.setattr(triton_backend, "_PROGRAMS", 4)
+
+
+@pytest.fixture(autouse=True)
+def watch():
+    """No kernel of any test may touch what is not its own."""
+    with watched(triton_backend) as watch:
+        yield watch
+    assert not watch.found
 
 
 @pytest.fixture
@@ -243,10 +256,66 @@ def compare(name: str, expected: Tensor | None, found: Tensor | None, unit: floa
 def test_random_layers_agree_with_torch(first, monkeypatch):
     for number in range(first, min(first + 10, FIRST + CASES)):
         draw = random.Random(-number)
-        monkeypatch.setattr(triton_backend, "_TILE", draw.choice([256, 2048]))
+        monkeypatch.setattr(triton_backend, "_TILE", draw.choice([128, 2048]))
         monkeypatch.setattr(triton_backend, "_PROGRAMS", draw.choice([1, 4]))
         monkeypatch.setattr(triton_backend, "_BLOCKS", draw.choice([4, 32]))
         one_layer(number)
+
+
+@pytest.mark.parametrize("mass", ["channel", "position"])
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("change", ["", "constant", "cut", "signed in a corner"])
+def test_sizes_that_do_not_divide_the_blocks(change, last, centred, mass, monkeypatch):
+    """Several chunks of several blocks. A constant channel is at its centre; a tap may meet the only negative input."""
+    monkeypatch.setattr(triton_backend, "_TILE", 64)
+    layer = BalNormConv2d(3, 5, 3, stride=2, padding=1, mass=mass, centred=centred).double()
+    x = torch.randn(6, 3, 9, 7, dtype=torch.float64)
+    if change == "constant":
+        x[:, 1] = 0.5
+    elif change == "cut":
+        x = torch.cat([x, x], 2)
+    elif change:
+        x.abs_()[0, :, -1, -1] = -1
+    if last:
+        x, layer = x.contiguous(memory_format=torch.channels_last), layer.to(memory_format=torch.channels_last)
+    both_agree(layer, x, (lambda leaf: leaf[:, :, ::2]) if change == "cut" else lambda leaf: leaf)
+
+
+@pytest.mark.parametrize("mass", ["channel", "position"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda mass: BalNormConv2d(6, 10, 3, groups=2, mass=mass),
+        lambda mass: BalNormConv2d(4, 4, 3, groups=4, mass=mass),
+        lambda mass: BalNormConv2d(6, 10, 3, groups=2, mass=mass, padding=1, padding_mode="circular"),
+    ],
+)
+def test_a_group_that_is_nearly_dead(build, mass):
+    """Its divisor is the floor, through which all groups get gradients. A weight of 0 has no sign."""
+    layer, x = build(mass).double(), torch.randn(2, 6, 5, 6, dtype=torch.float64)[:, : build(mass).in_channels].clone()
+    x[:, : x.shape[1] // layer.groups] *= 1e-5
+    with torch.no_grad():
+        layer.weight[:, 0, 0, 0] = 0
+    both_agree(layer, x)
+
+
+def test_inputs_that_are_constant_have_no_mass_when_centred():
+    both_agree(BalNormConv2d(3, 5, 3, centred=True).double(), torch.full((3, 3, 5, 5), 0.1, dtype=torch.float64))
+
+
+def both_agree(layer, x: Tensor, view=lambda leaf: leaf) -> None:
+    """A training step of a layer with torch's operations and with Triton."""
+    results = []
+    for backend in (torch_backend, triton_backend):
+        layer.reset_running_stats()
+        layer.num_batches_tracked.fill_(50)
+        leaf = x.clone().requires_grad_()
+        with mock.patch.object(function.backends, "choose", return_value=backend):
+            y = layer(view(leaf))
+            results.append((y, *torch.autograd.grad(y.square().sum(), (leaf, layer.weight, layer.gain))))
+        results[-1] += (layer.running_mean.clone(), layer.running_mass.clone())
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -258,7 +327,7 @@ LAYERS = {
     "depthwise": (lambda **options: BalNormConv2d(3, 3, 3, padding=1, groups=3, **options), (2, 3, 5, 5)),
     "dilated": (lambda **options: BalNormConv1d(3, 5, 3, dilation=2, padding=2, **options), (4, 3, 9)),
     "volume": (lambda **options: BalNormConv3d(2, 3, (1, 2, 3), **options), (2, 2, 3, 4, 4)),
-    "transposed": (lambda **options: BalNormConvTranspose2d(4, 6, 3, stride=2, **options), (2, 4, 3, 4)),
+    "transposed": (lambda **options: BalNormConvTranspose2d(4, 6, 3, stride=2, padding=1, **options), (2, 4, 3, 4)),
     "linear": (lambda mass="channel", **options: BalNormLinear(7, 4, **options), (9, 7)),
 }
 
@@ -332,6 +401,30 @@ def test_the_trial_of_a_device_finds_errors(culprit, which, monkeypatch):
 
     monkeypatch.setattr(triton_backend, "run", wrong)
     assert triton_backend.deviation(torch.device("cpu")) > triton_backend._TOLERANCE
+
+
+@triton.jit
+def careless(x, y, n, SIZE: tl.constexpr):  # noqa: N803
+    """Copies n numbers."""
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(y + i, tl.load(x + i, mask=i < n, other=0.0), mask=i < n)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "found"),
+    [
+        (slice(10, 20), slice(30, 40), []),
+        (slice(10, 19), slice(30, 40), ["reads byte 36 of x, which has 36"]),
+        (slice(10, 20), slice(30, 39), ["writes byte 36 of y, which has 36"]),
+        (slice(10, 20), slice(16, 26), ["a program reads byte 0 of y, which has 40, which another one writes"]),
+    ],
+)
+def test_the_watch_finds_errors(watch, x, y, found):
+    memory = torch.rand(50)
+    with contextlib.suppress(triton.runtime.errors.InterpreterError):
+        triton_backend.run(careless, (3,), (memory[x], memory[y], 10, 4), {})
+    assert watch.found[:1] == [f"careless: {error}" for error in found]
+    watch.found.clear()
 
 
 # --------------------------------------------------------------------------------------------------------------------
