@@ -206,7 +206,7 @@ def bfloat16(rounds: int) -> Iterable[str]:
         return
     context = functools.partial(torch.autocast, "cpu", torch.bfloat16)
     for name in list(NETWORKS)[:4]:  # in the small ones little is left but Python, which has no precision
-        yield from in_channels_last(name, lambda model, x: training_step(model, x, context), rounds)
+        yield from in_channels_last(name, lambda model, x: training_step(model, x, precision=context), rounds)
 
 
 def in_channels_last(name: str, step_of: Callable[[nn.Module, torch.Tensor], Step], rounds: int) -> Iterable[str]:

@@ -35,6 +35,7 @@ examples:
   balnorm report studies/x
   balnorm train digits --seed 3 --out runs/a                    half a minute
   balnorm fold runs/a --out digits.onnx
+  balnorm bench mynet.py:build --shape 8,3,224,224              a model of yours, as it is and converted
   balnorm data get cifar10 --root data                          162 MB; resumes broken downloads
 
 exit codes: 0 done, 1 failed, 2 a mistake in the command, 130 Ctrl-C

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import errno
+import functools
 import math
 import os
 import platform
 import re
 import sys
 import types
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from datetime import datetime
@@ -21,13 +24,22 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import torch
 import tyro
+from torch import Tensor, nn
 
 from balnorm.bench import profiling
 from balnorm.bench.console import patient_output, remark, say
 from balnorm.bench.data import SETS, check, download
 from balnorm.bench.device_check import check_device, known_device
-from balnorm.bench.errors import Failure, Stopped, is_out_of_memory, many, sentence
-from balnorm.bench.export import Saved, export_folded, load_saved, test_batch
+from balnorm.bench.errors import Failure, Stopped, is_out_of_memory, many, one_line, sentence
+from balnorm.bench.export import (
+    Saved,
+    check_format,
+    export_folded,
+    load_saved,
+    load_state,
+    test_batch,
+    write_folded,
+)
 from balnorm.bench.files import write_atomically
 from balnorm.bench.norms import NORMS
 from balnorm.bench.recipes import RECIPES, get_recipe
@@ -40,11 +52,14 @@ from balnorm.bench.study.runner import combinations, cores, dry_run, plan, run_s
 from balnorm.bench.training.config import NormName, Recipe, followed, without_effect
 from balnorm.bench.training.experiment import Config, Experiment, function_options
 from balnorm.bench.training.images import image_shape
+from balnorm.bench.training.learner import autocast
 from balnorm.bench.training.machine import check_precision
 from balnorm.bench.training.processes import processes
 from balnorm.bench.training.trainer import train
-from balnorm.bench.user_code import load_function
+from balnorm.bench.user_code import load_function, load_model, names_a_function
 from balnorm.diagnostics import balance_report
+from balnorm.layers import BalNormLayer
+from balnorm.surgery import convert
 from balnorm_command import USAGE
 
 __all__ = ["main"]
@@ -71,13 +86,16 @@ _EXAMPLES = {
     "bench": """
   balnorm bench cifar10-wrn --norms none batchnorm balnorm --batch-size 32
   balnorm bench imagenet-resnet50 --batch-size 4 --rounds 5
+  balnorm bench mynet.py:build --shape 8,3,224,224               your model, as it is and converted
   balnorm bench --device cuda --check                            a report of your GPU, to post""",
     "inspect": """
   balnorm inspect runs/a
-  balnorm inspect studies/digits/runs/balnorm-seed0/checkpoint.pt --figure balance.svg""",
+  balnorm inspect studies/digits/runs/balnorm-seed0/checkpoint.pt --figure balance.svg
+  balnorm inspect mynet.py:build --shape 64,3,224,224 --weights state.pt""",
     "fold": """
   balnorm fold runs/a --out digits.onnx
-  balnorm fold runs/a/checkpoint.pt --out digits.pt2""",
+  balnorm fold runs/a/checkpoint.pt --out digits.pt2
+  balnorm fold mynet.py:build --weights state.pt --shape 2,3,224,224 --out mynet.onnx""",
 }
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -248,6 +266,43 @@ class Fold:
 
 
 @dataclass(frozen=True)
+class OwnModel:
+    """A model that a function of the user's builds."""
+
+    shape: tuple[str, ...] = ()
+    """The shape of its input, such as 8,3,224,224 (of several inputs, one each), filled with random numbers from 0 to
+    1; None takes the example input that the function returns with the model."""
+    weights: Path | None = None
+    """A state dict to load, saved by torch.save(model.state_dict(), ...)."""
+
+
+@dataclass(frozen=True)
+class BenchOwn(OwnModel):
+    vary: tuple[str, ...] = ()
+    """Options of the conversion to vary, each with its values: mass=channel,position"""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Other than float32: under autocast."""
+    compile: bool = False
+    """Compile the models with torch.compile."""
+    rounds: int = 11
+    """In each round, every model takes one training step."""
+    device: str | None = None
+    """For example cuda:1; None uses a GPU if there is one."""
+
+
+@dataclass(frozen=True)
+class InspectOwn(OwnModel):
+    figure: Path | None = None
+    """Plot the balance of every layer to this file (svg, png or pdf)."""
+
+
+@dataclass(frozen=True)
+class FoldOwn(OwnModel):
+    out: Path = field(kw_only=True)
+    """The file to write: .pt for a state dict, .pt2 for a torch.export program, .onnx for ONNX."""
+
+
+@dataclass(frozen=True)
 class Completion:
     shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional]
 
@@ -291,6 +346,9 @@ def _dispatch(given: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(_COMMANDS)}."
         return _fail(f"there is no command {name!r}: {hint} `balnorm --help` shows examples", 2)
     try:
+        if name in _FOR_OWN and (own := _own(rest)):
+            _FOR_OWN[name](*own)
+            return 0
         return _COMMANDS[name](rest) or 0
     except ValueError as error:
         return _fail(error, 2)
@@ -541,6 +599,10 @@ def _bench(arguments: list[str]) -> int | None:
     if "--check" in arguments:
         return _check(arguments)
     name, rest = _recipe_and_rest(arguments)
+    if name not in RECIPES and Path(name).suffix:
+        raise ValueError(
+            f"to measure a model of yours, name the function that builds it, as mynet.py:build, not {name!r}"
+        )
     base = get_recipe(name)
     default = Bench(StudyRecipe(**vars(base)), BenchOptions())
     options = _parse(Bench, rest, f"bench {name}", _bench.__doc__, default)
@@ -558,13 +620,69 @@ def _bench(arguments: list[str]) -> int | None:
     with processes(bench_options.device) as team:
         device = team.device
     check_precision(recipe.precision, device.type)
-    print(
-        f"{recipe.model} {recipe.name}, batch {recipe.batch_size} of {channels}x{size}x{size}, {recipe.precision}, "
-        f"forward and backward; {device}, {many(torch.get_num_threads(), 'thread')}, torch {torch.__version__}, "
-        f"{platform.platform()}; {bench_options.rounds} interleaved rounds"
-    )
+    what = f"{recipe.model} {recipe.name}, batch {recipe.batch_size} of {channels}x{size}x{size}"
+    print(_conditions(what, recipe.precision, device, bench_options.rounds))
     print(profiling.bench(recipes, (channels, size, size), classes, bench_options.rounds, device))
     return None
+
+
+def _conditions(what: str, precision: str, device: torch.device, rounds: int) -> str:
+    return (
+        f"{what}, {precision}, forward and backward; {device}, {many(torch.get_num_threads(), 'thread')}, torch "
+        f"{torch.__version__}, {platform.platform()}; {rounds} interleaved rounds"
+    )
+
+
+def _own(arguments: list[str]) -> tuple[str, list[str]] | None:
+    """The name of a function of the user's own, if there is one among the arguments, and the others."""
+    own = next((each for each in arguments if names_a_function(each)), None)
+    return None if own is None else (own, [each for each in arguments if each != own])
+
+
+def _built(target: str, options: OwnModel, needs_input: str | None) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model of the user's own with its weights, and its inputs."""
+    model, inputs = load_model(target, options.shape)
+    if not inputs and needs_input:
+        raise ValueError(f"{needs_input} needs an input: give its shape, as --shape 8,3,224,224, one for each argument")
+    if options.weights is not None:
+        load_state(model, options.weights)
+    return model, inputs
+
+
+def _bench_own(target: str, arguments: list[str]) -> None:
+    """Measure the time and memory of training steps of a model of yours, as it is and converted, in turns.
+
+    The function takes no arguments. It returns the model, or the model and its example input.
+    """
+    options = _parse(BenchOwn, arguments, f"bench {target}", _bench_own.__doc__)
+    if options.rounds < 2:
+        raise ValueError(f"rounds must be at least 2, for quartiles, got {options.rounds}")
+    base = get_recipe("digits")  # whose fields include the options
+    allowed = set(NORMS["balnorm"].options) - {"centre_stream"}
+    vary = _varied(base, options.vary, allowed, "an option of the conversion", "mass=channel,position")
+    with processes(options.device) as team:
+        device = team.device
+    check_precision(options.precision, device.type)
+    model, inputs = _built(target, options, "bench")
+    models = {"as it is": model}
+    for _, changed in combinations(["balnorm"], vary):
+        copied, name = copy.deepcopy(model), replace(base, norm="balnorm", **changed).method
+        example = inputs if len(inputs) > 1 else inputs[0]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            converted, report = convert(copied, example_input=example, **changed)
+        if report.balanced:
+            models[name] = converted
+            gone = len(report.removed) + len(report.affine)
+            remark(f"{name}: {many(len(report.balanced), 'layer')} balanced, {many(gone, 'norm')} removed")
+        remark(*dict.fromkeys(one_line(each.message) for each in caught if isinstance(each.message, Warning)))
+    for each in models.values():
+        each.train().to(device)
+    inputs = tuple(each.to(device) for each in inputs)
+    shapes = " and ".join("x".join(map(str, each.shape)) for each in inputs)
+    print(_conditions(f"{target}, {shapes}", options.precision, device, options.rounds))
+    precision = functools.partial(autocast, options.precision, device)
+    print(profiling.bench_models(models, inputs, options.rounds, precision, options.compile))
 
 
 def _check(arguments: list[str]) -> int:
@@ -590,19 +708,46 @@ def _inspect(arguments: list[str]) -> None:
     options = _parse(Inspect, arguments, "inspect", _inspect.__doc__)
     if options.images < 1:
         raise ValueError(f"images must be at least 1, got {options.images}")
-    if options.figure is not None and options.figure.suffix not in (".svg", ".png", ".pdf"):
-        raise ValueError(f"the figure must end in .svg, .png or .pdf, got {options.figure}")
+    _check_figure(options.figure)
     saved = _loaded(options.checkpoint)
     recipe = saved.recipe
     epochs = f"{saved.epoch} of {many(recipe.epochs, 'epoch')}"
     state = saved.state if saved.state == "finished" else f"{saved.state} after {epochs}"
     count = sum(parameter.numel() for parameter in saved.model.parameters())
     say(f"{recipe.name} {recipe.norm} seed {recipe.seed}: {recipe.model}, {count:,} parameters, {state}\n")
-    report = balance_report(saved.model, test_batch(saved, options.root, options.images))
+    _show_balance(saved.model, test_batch(saved, options.root, options.images), options.figure)
+
+
+def _inspect_own(target: str, arguments: list[str]) -> None:
+    """Measure the balance of every layer of a model of yours on its input: in eval mode with --weights, else as built.
+
+    The function takes no arguments. It returns the model, or the model and its example input: better images than random
+    numbers.
+    """
+    options = _parse(InspectOwn, arguments, f"inspect {target}", _inspect_own.__doc__)
+    _check_figure(options.figure)
+    model, inputs = _built(target, options, "inspect")
+    if len(inputs) != 1:
+        raise ValueError(f"inspect takes a model with one input, and this one has {len(inputs)}")
+    if options.weights is not None:
+        model.eval()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    mode = "training" if model.training else "eval"
+    say(f"{target}: {type(model).__name__}, {count:,} parameters, in {mode} mode\n")
+    _show_balance(model, inputs[0], options.figure)
+
+
+def _check_figure(figure: Path | None) -> None:
+    if figure is not None and figure.suffix not in (".svg", ".png", ".pdf"):
+        raise ValueError(f"the figure must end in .svg, .png or .pdf, got {figure}")
+
+
+def _show_balance(model: nn.Module, batch: Tensor, figure: Path | None) -> None:
+    report = balance_report(model, batch)
     print(report)
-    if options.figure is not None:
-        write_atomically(options.figure, picture(report.figure(), options.figure.suffix[1:]))
-        print(f"\nfigure: {options.figure}")
+    if figure is not None:
+        write_atomically(figure, picture(report.figure(), figure.suffix[1:]))
+        print(f"\nfigure: {figure}")
 
 
 def _fold(arguments: list[str]) -> None:
@@ -614,6 +759,20 @@ def _fold(arguments: list[str]) -> None:
         what = "has diverged" if saved.state == "diverged" else "is not finished"
         remark(f"the run {what}; this is its network after {epochs}")
     export_folded(saved, options.out)
+    print(options.out)
+
+
+def _fold_own(target: str, arguments: list[str]) -> None:
+    """Write a model of yours with its balanced layers folded to plain convolutions.
+
+    The function takes no arguments. It returns the model, or the model and its example input.
+    """
+    options = _parse(FoldOwn, arguments, f"fold {target}", _fold_own.__doc__)
+    check_format(options.out)
+    model, inputs = _built(target, options, None if options.out.suffix == ".pt" else f"a {options.out.suffix} file")
+    if not any(isinstance(module, BalNormLayer) for module in model.modules()):
+        raise ValueError(f"there is nothing to fold: the model of {target} has no balanced layer; is it converted?")
+    write_folded(model.eval(), options.out, inputs)
     print(options.out)
 
 
@@ -659,17 +818,17 @@ def _words(command: str) -> list[str]:
     options: dict[str, Sequence[type]] = {
         "compare": (StudyRecipe, Grid),
         "train": (Recipe, Where),
-        "bench": (StudyRecipe, BenchOptions),
+        "bench": (StudyRecipe, BenchOptions, BenchOwn, Check),
         "report": (ReportOptions,),
         "pack": (Pack,),
         "data": (Data,),
-        "inspect": (Inspect,),
-        "fold": (Fold,),
+        "inspect": (Inspect, InspectOwn),
+        "fold": (Fold, FoldOwn),
     }
     hidden = {"folders", "study", "checkpoint", "action", *(["norm"] if command in ("compare", "bench") else [])}
     hidden |= {"name"} if command == "data" else set()
     names = [field.name for each in options.get(command, ()) for field in fields(each) if field.name not in hidden]
-    words = [f"--{name.replace('_', '-')}" for name in names]
+    words = [f"--{name.replace('_', '-')}" for name in dict.fromkeys(names)]
     if command in ("compare", "train", "bench"):
         words += [*RECIPES, *get_args(NormName)]
     return words + {"data": ["list", "get", "check"], "completion": ["bash", "zsh", "fish"]}.get(command, [])
@@ -686,6 +845,8 @@ _COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "fold": _fold,
     "completion": _completion,
 }
+_FOR_OWN = {"bench": _bench_own, "inspect": _inspect_own, "fold": _fold_own}
+"""What does the same for a model of the user's own, whose function is named in place of a recipe or a run."""
 
 
 _PRINTING = {"data", "bench", "inspect", "completion"}

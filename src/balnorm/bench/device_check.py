@@ -39,6 +39,7 @@ from balnorm.bench.files import write_atomically
 from balnorm.bench.models import create_model
 from balnorm.bench.norms import NORMS
 from balnorm.bench.profiling import interleaved, markdown_table, saved_bytes, spread, stopwatch, training_step
+from balnorm.bench.training.learner import autocast
 from balnorm.bench.training.machine import ProcessorError, check_precision, environment
 from balnorm.functional import backend
 from balnorm.layers import (
@@ -506,10 +507,9 @@ def measure(
     network: Network, batch: int, device: torch.device, rounds: int, precision: str, compiled: bool
 ) -> dict[str, Measured]:
     """Measure training steps of a network with each norm. Tells of norms that fail, and leaves them out."""
-    low = getattr(torch, precision)
     order = network.order
     x = torch.rand(batch, *network.shape[1:], device=device).contiguous(memory_format=order)
-    context = functools.partial(torch.autocast, device.type, low, enabled=low is not torch.float32)
+    context = functools.partial(autocast, precision, device)
     steps: dict[str, Callable[[], None]] = {}
     found: dict[str, tuple[float, int | None, int | None]] = {}
     seconds = stopwatch(device)
@@ -523,7 +523,7 @@ def measure(
                 with context():
                     kept = saved_bytes(model, x)
             run: Any = torch.compile(model, fullgraph=True) if compiled else model
-            step = training_step(run, x, context)
+            step = training_step(run, x, precision=context)
             first = seconds(step)
             step()  # cuDNN has tried its algorithms by now, some of which need much memory
             found[norm] = first, _peak(model, step, device), kept

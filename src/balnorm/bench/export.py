@@ -1,4 +1,4 @@
-"""Load trained networks from the checkpoints of their runs, to inspect or deploy them."""
+"""Load trained networks, from the checkpoints of their runs or from state dicts, and write them folded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from balnorm.bench.data import ImageSpec
-from balnorm.bench.files import write_atomically
+from balnorm.bench.errors import Failure, one_line, sentence
+from balnorm.bench.files import regular, write_atomically
 from balnorm.bench.training.checkpoint import CheckpointError, check_contents, load_checkpoint, load_weights
 from balnorm.bench.training.config import Recipe
 from balnorm.bench.training.images import make_test_loader
@@ -20,7 +21,7 @@ from balnorm.bench.training.learner import make_network
 from balnorm.bench.training.processes import Processes
 from balnorm.layers import BalNormLayer
 
-__all__ = ["Saved", "export_folded", "load_saved", "test_batch"]
+__all__ = ["Saved", "check_format", "export_folded", "load_saved", "load_state", "test_batch", "write_folded"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,15 @@ def load_saved(path: str | Path) -> Saved:
     """
     path = Path(path)
     path = path / "checkpoint.pt" if path.is_dir() else path
-    loaded = load_checkpoint(path, _saved)  # which tries the previous checkpoint if this one does not fit
+    try:
+        loaded = load_checkpoint(path, _saved)  # which tries the previous checkpoint if this one does not fit
+    except CheckpointError as error:
+        if path.name == "checkpoint.pt":
+            raise
+        raise CheckpointError(
+            f"{error}. For a network that is not from a run, name the function that builds it, as mynet.py:build, and "
+            "give its state dict with --weights"
+        ) from error
     if loaded is None:
         raise CheckpointError(f"{path} does not exist: give the checkpoint.pt of a run, or its folder")
     saved: Saved = loaded.result
@@ -80,47 +89,84 @@ def test_batch(saved: Saved, root: str | Path, images: int) -> Tensor:
     return next(batch for batch, _ in loader.epoch())
 
 
+def load_state(model: nn.Module, path: Path) -> None:
+    """Load a state dict that ``torch.save`` wrote, alone or under ``state_dict`` or ``model`` among other things.
+
+    Nothing in the file is executed: a file with other objects, such as a whole model, is refused.
+    """
+    try:
+        state = torch.load(regular(path), map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise Failure(sentence(error)) from error
+    except Exception as error:  # a prepared file can make the unpickler raise anything
+        raise Failure(
+            f"{path} was not loaded, because it holds something other than tensors, which could run any code: save "
+            "the state dict, torch.save(model.state_dict(), path)"
+        ) from error
+    for key in ("state_dict", "model"):
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    try:
+        model.load_state_dict(state)
+    except Exception as error:
+        raise Failure(f"{path} does not fit the model: {one_line(error)}") from error
+
+
 def export_folded(saved: Saved, out: Path) -> None:
-    """Write the network with its balanced layers folded to plain convolutions.
+    """Write a run's network with its balanced layers folded to plain convolutions.
 
     The file's ending selects the format: ``.pt`` is a state dict, which ``create_model(..., norm="none")`` loads;
     ``.pt2`` a program of :mod:`torch.export`; ``.onnx`` a model for ONNX Runtime and others (it needs the package
     onnxscript). Both programs take pixels in [0, 1], channels first, in batches of any size.
     """
-    from balnorm.surgery import fold
+    check_format(out)
+    if not any(isinstance(module, BalNormLayer) for module in saved.model.modules()):
+        raise ValueError(f"there is nothing to fold: the network has {saved.recipe.norm}, and no balanced layer")
+    inputs = (torch.rand(2, *saved.images.shape),)
+    batch = torch.export.Dim("batch")
+    write_folded(saved.model, out, inputs, batch, input_names=["images"], output_names=["scores"])
 
+
+def check_format(out: Path) -> None:
+    """Raise a ValueError unless the file's ending is that of a format."""
     kinds = (".pt", ".pt2", ".onnx")
     if out.name == "checkpoint.pt":
         raise ValueError(f"{out} holds the state of a run: choose another name")
     if out.suffix not in kinds:
         raise ValueError(f"the file to write must end in {', '.join(kinds)}, got {out}")
-    if not any(isinstance(module, BalNormLayer) for module in saved.model.modules()):
-        raise ValueError(f"there is nothing to fold: the network has {saved.recipe.norm}, and no balanced layer")
+
+
+def write_folded(
+    model: nn.Module, out: Path, inputs: tuple[Tensor, ...], batch: Any = torch.export.Dim.AUTO, **names: Any
+) -> None:
+    """Write any model in eval mode, folded. By default its program takes batches of any size, if the model can."""
+    from balnorm.surgery import fold
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporters' own
-        contents = _serialised(fold(saved.model), saved.images.shape, out.suffix)
+        contents = _serialized(fold(model), inputs, out.suffix, batch, **names)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, contents)
 
 
-def _serialised(model: nn.Module, image: tuple[int, int, int], kind: str) -> bytes:
+def _serialized(model: nn.Module, inputs: tuple[Tensor, ...], kind: str, batch: Any, **names: Any) -> bytes:
     """Serialise in memory: torch's own file writers abort the process if the disk is full."""
     buffer = io.BytesIO()
     if kind == ".pt":
         torch.save(model.state_dict(), buffer)
         return buffer.getvalue()
-    example = torch.rand(2, *image)
-    batch = {0: torch.export.Dim("batch")}
+    # An example with one sample makes a program for one sample.
+    inputs = tuple(torch.cat([each, each]) if each.shape[:1] == (1,) else each for each in inputs)
+    batches = tuple({0: batch} for _ in inputs)
     if kind == ".pt2":
-        torch.export.save(torch.export.export(model, (example,), dynamic_shapes=(batch,)), buffer)
+        torch.export.save(torch.export.export(model, inputs, dynamic_shapes=batches), buffer)
         return buffer.getvalue()
     try:
         program = torch.onnx.export(
-            model, (example,), input_names=["images"], output_names=["scores"], dynamic_shapes=(batch,),
-            dynamo=True, verbose=False,
+            model, inputs, dynamic_shapes=batches, dynamo=True, verbose=False, **names
         )  # fmt: skip
     except ModuleNotFoundError as error:
         raise ValueError(f"writing ONNX needs {error.name}: pip install onnx onnxscript") from None
     assert program is not None
-    serialised: bytes = program.model_proto.SerializeToString()
-    return serialised
+    serialized: bytes = program.model_proto.SerializeToString()
+    return serialized

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from balnorm.bench.training.config import Recipe
 from balnorm.bench.training.learner import Learner, autocast, make_network
@@ -22,8 +23,8 @@ from balnorm.bench.training.processes import Processes, processes
 from balnorm.text_table import text_table
 
 __all__ = [
-    "bench", "epoch_seconds", "interleaved", "markdown_table", "ratio", "saved_bytes", "spread", "stopwatch",
-    "training_step",
+    "bench", "bench_models", "epoch_seconds", "interleaved", "markdown_table", "ratio", "saved_bytes", "spread",
+    "stopwatch", "training_step",
 ]  # fmt: skip
 
 
@@ -40,27 +41,41 @@ def bench(
         device: to measure on.
     """
     channels, *_ = image
-    x = torch.rand(recipes[0].batch_size, *image, device=device).contiguous(memory_format=torch.channels_last)
-    steps, kept = {}, {}
+    first = recipes[0]
+    x = torch.rand(first.batch_size, *image, device=device).contiguous(memory_format=torch.channels_last)
+    models: dict[str, nn.Module] = {}
     for recipe in recipes:
         torch.manual_seed(recipe.seed)
-        norm = recipe.method
-        model = make_network(recipe, channels, classes).to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        with autocast(recipe, x.device):
-            kept[norm] = saved_bytes(model, x)
-        compiled: Any = torch.compile(model) if recipe.compile else model
-        steps[norm] = training_step(compiled, x, functools.partial(autocast, recipe, x.device))
-    times, first = interleaved(steps, rounds, clock=stopwatch(device)), recipes[0].method
+        model = make_network(recipe, channels, classes).to(device)
+        models[recipe.method] = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return bench_models(models, (x,), rounds, functools.partial(autocast, first.precision, device), first.compile)
+
+
+def bench_models(
+    models: Mapping[str, nn.Module],
+    inputs: Sequence[Tensor],
+    rounds: int,
+    precision: Callable[[], AbstractContextManager[Any]],
+    compile: bool,
+) -> str:
+    """The same table of any models, which are where their inputs are; the first is the one to compare with."""
+    steps, kept = {}, {}
+    for name, model in models.items():
+        with precision():
+            kept[name] = saved_bytes(model, *inputs)
+        compiled: Any = torch.compile(model) if compile else model
+        steps[name] = training_step(compiled, *inputs, precision=precision)
+    times, first = interleaved(steps, rounds, clock=stopwatch(inputs[0].device)), next(iter(models))
     rows = []
-    for norm in steps:
-        middle, low, high = ratio(times[norm], times[first])
+    for name in steps:
+        middle, low, high = ratio(times[name], times[first])
         rows.append(
             [
-                norm,
-                f"{1000 * statistics.median(times[norm]):.1f}",
+                name,
+                f"{1000 * statistics.median(times[name]):.1f}",
                 f"{middle:.2f} ({low:.2f}-{high:.2f})",
-                f"{kept[norm] / 2**20:.1f}",
-                f"{kept[norm] / kept[first]:.2f}",
+                f"{kept[name] / 2**20:.1f}",
+                f"{kept[name] / kept[first]:.2f}" if kept[first] else "",
             ]
         )
     return text_table(["norm", "ms a step", "ratio (quartiles)", "MiB kept for backward", "ratio"], rows)
@@ -163,26 +178,42 @@ def markdown_table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> I
 
 
 def training_step(
-    model: nn.Module, x: Tensor, precision: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    model: nn.Module,
+    *inputs: Tensor,
+    precision: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Callable[[], None]:
-    """A function that runs forward (within ``precision()``) and backward, with fresh gradients each time."""
+    """A function that runs forward (within ``precision()``) and backward, with fresh gradients each time.
+
+    The loss is the cross-entropy of scores, or else the mean square of every tensor that the model returns.
+    """
     parameters = list(model.parameters())
-    target = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+    target = torch.zeros(inputs[0].shape[0], dtype=torch.long, device=inputs[0].device)
 
     def step() -> None:
         for parameter in parameters:
             parameter.grad = None
         with precision():
-            output = model(x)
-        loss = nn.functional.cross_entropy(output.float(), target) if output.dim() == 2 else output.square().mean()
-        loss.backward()
+            output = model(*inputs)
+        if isinstance(output, Tensor) and output.shape[:1] == target.shape and output.dim() == 2:
+            loss = nn.functional.cross_entropy(output.float(), target)
+        else:
+            loss = torch.stack([each.float().square().mean() for each in _outputs(output)]).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
 
     return step
 
 
-def saved_bytes(model: nn.Module, x: Tensor) -> int:
+def _outputs(output: Any) -> list[Tensor]:
+    """Every tensor in what a model returned that depends on its parameters."""
+    found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not found:
+        raise ValueError("the model returns no tensor that depends on its parameters: there is nothing to train")
+    return found
+
+
+def saved_bytes(model: nn.Module, *inputs: Tensor) -> int:
     """Bytes saved for the backward pass: each storage once, without parameters and the input batch."""
-    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), x]}
+    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *inputs]}
     storages: dict[int, int] = {}
     kept: list[Tensor] = []  # so that no address is used twice
 
@@ -194,6 +225,6 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(x)
+        output = model(*inputs)
     del output
     return sum(storages.values())

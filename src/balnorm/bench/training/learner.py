@@ -69,7 +69,7 @@ class Learner:
             source = generator(self.recipe.seed, epoch, _MIXUP, step, self.team.rank)
             blend = self.mixup.draw(len(labels), source, self.team.device)
             mixing = self.mixup.active(blend)
-        with mixing, autocast(self.recipe, self.team.device):
+        with mixing, autocast(self.recipe.precision, self.team.device):
             scores = self.forward(images)
         loss = self.loss(scores.float(), labels, blend)
         self.optimizer.zero_grad()
@@ -172,11 +172,11 @@ def set_rates(group: dict[str, Any], rate: Rates) -> None:
         group["momentum"] = rate.momentum
 
 
-def autocast(recipe: Recipe, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A context that applies the recipe's precision."""
-    if recipe.precision == "float32":
+def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A context that applies a precision, by its name."""
+    if precision == "float32":
         return contextlib.nullcontext()
-    return torch.autocast(device.type, getattr(torch, recipe.precision))
+    return torch.autocast(device.type, getattr(torch, precision))
 
 
 def sums_of(loss: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
