@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import balnorm
@@ -189,56 +188,6 @@ def test_linear_layers_add_up_in_c_too():
     found, asked = gradients_and_needs(layer, x, dy)
     assert asked == [[False, True, False]]
     torch.testing.assert_close(found[0], dy.sum((0, 1)))
-
-
-class Witness(TorchFunctionMode):
-    """Keeps the weights of all convolutions."""
-
-    def __init__(self):
-        super().__init__()
-        self.weights = []
-
-    def __torch_function__(self, function, types, arguments=(), keywords=None):
-        if function is torch.conv2d:
-            self.weights.append(arguments[1])
-        return function(*arguments, **keywords or {})
-
-
-def test_effective_weights_use_the_same_memory_again_unless_somebody_holds_it():
-    if torch_private.holders_of(torch.UntypedStorage(1)) is None:
-        pytest.skip("this torch does not count references to a storage")
-    layer, x = balnorm.BalNormConv2d(256, 128, 3), torch.rand(2, 256, 5, 5)
-    matrix, setup = WeightMatrix.of(layer.weight.detach(), layer._geometry), setup_of(layer, 2)
-    saved = cpu.forward(x, matrix, None, None, None, None, None, setup).saved
-
-    def again():
-        return cpu.effective(matrix, None, None, saved, setup, torch.float32)
-
-    first = again()
-    address, values = first.data_ptr(), first.clone()
-    del first
-    assert again().data_ptr() == address
-    holders = [lambda w: w, lambda w: w[0], lambda w: w.detach(), lambda w: w.numpy(), lambda w: w.untyped_storage()]
-    for hold in [*holders, torch.utils.dlpack.to_dlpack]:
-        before = again().data_ptr()
-        held = hold(again())
-        assert again().data_ptr() != before
-        del held
-    address = again().data_ptr()
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(lambda: again().data_ptr()).result() != address
-    assert torch.equal(again(), values)
-
-
-def test_an_effective_weight_that_a_mode_keeps_stays_as_it_is():
-    layers = [balnorm.BalNormConv2d(256, 128, 3) for _ in range(2)]
-    x = torch.rand(2, 256, 5, 5)
-    with Witness() as witness:
-        for layer in layers:
-            layer(x).square().sum().backward()
-    assert len(witness.weights) == 2
-    for layer, weight in zip(layers, witness.weights, strict=True):
-        torch.testing.assert_close(weight, layer.effective_weight(x).detach())
 
 
 def test_sums_of_many_numbers_lose_nothing_to_speak_of():

@@ -19,7 +19,6 @@ __all__ = [
     "COLLECTIVES_HAVE_GRADIENTS",
     "apply_function",
     "current_backward",
-    "holders_of",
     "is_batched_gradient",
     "is_view",
     "is_watched",
@@ -181,18 +180,6 @@ class _Sum(torch.autograd.Function):
 def storage_key(tensor: Tensor) -> int:
     """The identity of a tensor's storage. ``data_ptr()`` is 0 for every empty tensor and every tensor on ``meta``."""
     return cast(int, tensor.untyped_storage()._cdata)
-
-
-def holders_of(storage: torch.UntypedStorage) -> tuple[int, int] | None:
-    """How many references there are to a storage, in C++ and in Python. There is no public way to ask.
-
-    Both count: everybody who asks a tensor for its storage in Python gets the same object, which is one reference in
-    C++. ``None`` where torch does not say, as in older versions without CUDA.
-    """
-    return None if _use_count is None else (_use_count(storage._cdata), sys.getrefcount(storage))
-
-
-_use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def thread_pool() -> int | None:

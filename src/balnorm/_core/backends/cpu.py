@@ -16,7 +16,6 @@ import functools
 import math
 import os
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +27,7 @@ from balnorm._core.backends import torch as torch_backend
 from balnorm._core.backends.torch import ORDINARY, Forward, Running, Setup, track
 from balnorm._core.matrix import WeightMatrix
 from balnorm._core.method import Statistics, saturate
-from balnorm._core.torch_private import holders_of, is_watched, mark_changed, tensor_functions, thread_pool, type_number
+from balnorm._core.torch_private import is_watched, mark_changed, tensor_functions, thread_pool, type_number
 
 __all__ = ["LIBRARY", "adds_up", "backward", "effective", "forward", "scale_of", "status", "takes", "track"]
 
@@ -51,8 +50,6 @@ _COMPILED = {
 """The types REAL and SAMPLE that kernels.c is compiled for, and the suffix of its functions."""
 _Found = TypeVar("_Found")
 _MOST_PLANS = 20
-_LENT = range(2**20, 2**24 + 1)
-"""The sizes in bytes of effective weights that use the same memory again."""
 _MOST_ELEMENTS = 2**48
 """More than any memory holds, and so few that no product of sizes overflows in C."""
 
@@ -96,7 +93,7 @@ def forward(
     plan = setup.prepared.get(key) or _forward_plan(x, matrix, running, setup, key)
     new = values.new_empty
     saved, both, shifted = new(plan.saved), new(plan.statistics), new(setup.outputs, dtype=plan.low)
-    effective = _short_lived(values, plan.low)
+    effective = torch.empty_like(values, dtype=plan.low)
     samples: Tensor | None = x
     centre, averages = None, running if plan.tracks and running is not None else (None, None, None)
     if not plan.takes_samples:
@@ -128,7 +125,7 @@ def effective(
     if values.numel() == 0:
         return torch_backend.effective(matrix, gain, scale, saved, setup, dtype)
     plan = setup.prepared.get(dtype) or _effective_plan(matrix, setup, dtype)
-    result = _short_lived(values, plan.low)
+    result = torch.empty_like(values, dtype=plan.low)
     _run(plan, values, gain, saved[0], result)
     return saturate(result, dtype)
 
@@ -167,35 +164,6 @@ def backward(
         dmean, dmass = dstatistics.view(2, *shape)
         torch_backend.add_statistics_gradient(dx, x, Statistics(dmean, dmass, centre), setup)
     return gradient, dgain
-
-
-class _Memory(threading.local):
-    """A storage to lend, and how many held it when nobody had borrowed it."""
-
-    storage: torch.UntypedStorage | None = None
-    holders: tuple[int, int] | None = None
-
-
-_memory = _Memory()
-
-
-def _short_lived(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """An empty tensor like ``values``, for an effective weight, which is used by one convolution only.
-
-    New memory of this size often comes from the system page by page, and is in no cache. So each thread keeps one
-    storage for these tensors. It lends the storage only while nothing else holds it: a mode may have seen the
-    convolution, or an array may share the memory.
-    """
-    size = values.numel() * dtype.itemsize
-    if size not in _LENT:
-        return torch.empty_like(values, dtype=dtype)
-    storage = _memory.storage
-    if storage is None or storage.nbytes() < size or holders_of(storage) != _memory.holders or storage.is_shared():
-        storage = _memory.storage = torch.UntypedStorage(size, device="cpu")  # type: ignore[no-untyped-call]
-        _memory.holders = holders_of(storage)
-    if _memory.holders is None:
-        return torch.empty_like(values, dtype=dtype)
-    return values.new_empty(0, dtype=dtype).set_(storage, 0, values.shape, values.stride())
 
 
 def adds_up(dy: Tensor, matrix: WeightMatrix, setup: Setup) -> bool:
