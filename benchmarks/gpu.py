@@ -3,6 +3,7 @@
 - Launches: a dispatch mode sees what eager torch would launch. Views and allocations launch nothing. A convolution
   itself is left out, but not what its bias adds to it on a GPU: one pass that adds it to y, and one that sums dy.
   Reductions and BatchNorm count as one launch each; in fact they may be up to three.
+- Launches of compiled layers: Inductor generates its code for fake CUDA tensors, which is counted (``inductor.py``).
 - Compiled kernels: Triton's compiler needs no GPU. The backend runs on meta tensors, with a launch that only compiles,
   so these are the kernels, types and specialisations of real layers.
 - Host: the backend runs with a driver that launches nothing.
@@ -51,6 +52,7 @@ def gpu(rounds: int) -> Iterable[str]:
     yield f"Triton {triton.__version__}. No kernel ran on a GPU: these are counts, numbers from compilers, and times"
     yield "of the host.\n"
     yield from launches()
+    yield from launches_of_compiled_layers()
     yield from compiled()
     yield from host(rounds)
     yield from estimate()
@@ -146,6 +148,12 @@ def launches() -> Iterable[str]:
             cells.append(f"{len(seen.torch) + len(seen.ours)}{ours}")
         yield f"| {name} | {' | '.join(cells)} |"
     yield ""
+
+
+def launches_of_compiled_layers() -> Iterable[str]:
+    from benchmarks import inductor
+
+    yield from inductor.table()
 
 
 # --------------------------------------------------------------------------------------------------------------------

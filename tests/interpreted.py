@@ -8,6 +8,7 @@ tests/test_triton.py runs this file in a process of its own, because Triton has 
 """
 
 import contextlib
+import copy
 import itertools
 import os
 import random
@@ -17,7 +18,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._subclasses.fake_tensor import FakeTensor
 
 import balnorm.functional as BF
 from balnorm import BalNormConv1d, BalNormConv2d, BalNormConv3d, BalNormConvTranspose2d, BalNormLinear
@@ -29,6 +33,7 @@ from balnorm._core.geometry import geometry_of
 from balnorm._core.matrix import WeightMatrix
 from balnorm._core.method import Statistics
 from balnorm._core.options import Options
+from balnorm._core.torch_private import is_compiled_for_training
 from reference import balanced_conv, balanced_linear
 from watched import watched
 
@@ -489,3 +494,141 @@ def test_a_change_of_the_averages_is_noticed_by_autograd():
     layer(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Operators of compiled programs
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _operators(monkeypatch):
+    """``torch.compile`` uses the operators on the CPU, without looking into them: the interpreter launches kernels."""
+    from balnorm._core.backends import triton_operators
+
+    def launch(launch, *tensors):
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            triton_backend.run(launch.kernel, launch.grid, (*tensors, *launch.arguments), launch.options)
+
+    monkeypatch.setattr(triton_operators, "_launch", launch)
+    monkeypatch.setattr(triton_backend, "has_operators", lambda *tensors: is_compiled_for_training())
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(decompose_custom_triton_ops=False):
+        yield
+
+
+def compiled(layer):
+    """A layer that is compiled whole, and how many times that was done."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return aot_module_simplified(graph, inputs, fw_compiler=lambda graph, _: make_boxed_func(graph.forward))
+
+    return torch.compile(layer, backend=count, fullgraph=True), graphs
+
+
+def training_step(model, x, autocast=False):
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = model(leaf)
+    loss = (y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return y.detach(), *torch.autograd.grad(loss, (leaf, *parameters))
+
+
+OPERATORS = {
+    "channel": ({}, torch.contiguous_format),
+    "position, channels_last": ({"mass": "position"}, torch.channels_last),
+    "groups, two passes": ({"groups": 2, "one_pass": False}, torch.channels_last),
+    "depthwise": ({"groups": 4, "stride": 2}, torch.contiguous_format),
+    "no parameters": ({"affine": False, "bias": False, "shift": True}, torch.contiguous_format),
+    "centred": ({"centred": True}, torch.contiguous_format),
+}
+
+
+@pytest.mark.usefixtures("_operators")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_compiled_layers_agree_with_plain_operations(name):
+    options, layout = OPERATORS[name]
+    layer = BalNormConv2d(4, 8, 3, padding=1, **options).to(memory_format=layout)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) / 4)
+    plain = copy.deepcopy(layer)
+    model, graphs = compiled(layer)
+    for batch in (3, 5, 7):  # the third is no longer compiled for
+        x = torch.randn(batch, 4, 6, 5).contiguous(memory_format=layout)
+        torch.testing.assert_close(training_step(model, x), training_step(plain, x), rtol=1e-4, atol=1e-5)
+    assert len(graphs) == 2  # the second is for any batch
+    assert all("balnorm.balance" in graph.print_readable(False) for graph in graphs)
+    for (key, found), expected in zip(layer.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=key)
+
+
+@pytest.mark.usefixtures("_operators")
+@pytest.mark.parametrize("build", [lambda: BalNormConvTranspose2d(4, 6, 3, stride=2), lambda: BalNormLinear(5, 4)])
+def test_other_compiled_layers_agree_with_plain_operations(build):
+    layer = build()
+    x = torch.randn(3, 4, 4, 5)
+    model, _ = compiled(copy.deepcopy(layer))
+    torch.testing.assert_close(training_step(model, x), training_step(layer, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_operators")
+def test_a_compiled_layer_under_autocast():
+    layer, x = BalNormConv2d(4, 6, 3, mass="position"), torch.randn(3, 4, 6, 5)
+    model, _ = compiled(copy.deepcopy(layer))
+    y, dx, *gradients = training_step(model, x, autocast=True)
+    expected, expected_dx, *others = training_step(layer, x, autocast=True)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close((y, dx), (expected, expected_dx), rtol=0.02, atol=0.02)
+    for found, other in zip(gradients, others, strict=True):
+        torch.testing.assert_close(found, other, rtol=0.02, atol=0.02 * float(other.abs().max()))
+
+
+@pytest.mark.usefixtures("_operators")
+def test_transforms_of_compiled_programs_see_plain_operations():
+    layer, x = BalNormConv2d(4, 6, 3, track_running_stats=False), torch.randn(3, 4, 6, 5)
+
+    def gradient(x):
+        return torch.func.grad(lambda x: layer(x).square().sum())(x)
+
+    model, graphs = compiled(gradient)
+    torch.testing.assert_close(model(x), gradient(x))
+    assert "balnorm.balance" not in graphs[0].print_readable(False)
+
+
+@pytest.mark.usefixtures("_operators")
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operators_are_registered_right(groups, dtype):
+    weight = torch.randn(6, 4 // groups, 3, 3, requires_grad=True)
+    mean = torch.rand(1, 4, 3, 3)
+    mass = (mean + 0.5).requires_grad_()
+    gain = torch.rand(6, requires_grad=True)
+    how = (groups, True, False, True, True)
+    operators = torch.ops.balnorm
+    vectors = (gain, torch.rand(6), torch.rand(6))
+    torch.library.opcheck(operators.balance, (weight, mean, mass, *vectors, *how, dtype))
+    torch.library.opcheck(operators.balance, (weight, mean, mass, None, None, None, *how, dtype))
+    saved = operators.balance(weight, mean, mass, *vectors, *how, dtype)[2].detach()
+    gradients = (torch.randn(6, 4 // groups, 3, 3, dtype=dtype), torch.randn(6, dtype=dtype))
+    constants = (weight.detach(), saved, gain.detach())
+    torch.library.opcheck(operators.balance_backward, (*gradients, *constants, True, *how))
+    running = (torch.rand(1, 4, 3, 3), torch.rand(1, 4, 3, 3), torch.tensor(3))
+    torch.library.opcheck(operators.track, (mean, mass.detach(), *running, 9, 1, 0.1))
+
+
+def test_a_device_is_tried_while_a_program_is_compiled(monkeypatch):
+    """The trial needs real tensors."""
+
+    def start(_):
+        deviation = triton_backend.deviation(torch.device("cpu"))
+        return triton_backend._State(deviation < triton_backend._TOLERANCE, "tried")
+
+    monkeypatch.setattr(triton_backend, "_states", {})
+    monkeypatch.setattr(triton_backend, "_start", start)
+    torch._dynamo.reset()
+    chosen = torch.compile(lambda x: x + int(triton_backend._registered(0)), backend="eager", fullgraph=True)
+    assert chosen(torch.zeros(())) == 1

@@ -1,6 +1,7 @@
 """The backend for GPUs without one: its kernels interpreted and compiled, its launches, and when torch takes over."""
 
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -60,6 +61,24 @@ def test_kernels_compile_for_gpus_that_are_not_here(name, low, centred, tmp_path
         registers, spills, _ = gpu.resources(binary)
         assert registers <= 255, kernel
         assert spills == 0, kernel
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    "names", [["BalNorm, channel"], pytest.param(["BatchNorm", "BalNorm, position"], marks=pytest.mark.slow)]
+)
+def test_a_compiled_layer_launches_few_kernels(names):
+    """Inductor's code for a GPU: BatchNorm launches 9 in float32, and 11 under autocast."""
+    from benchmarks import inductor
+
+    for name, counts in inductor.launches(names).items():
+        most = {"BatchNorm": (9, 11), "BalNorm, channel": (11, 11), "BalNorm, position": (12, 12)}[name]
+        ours = 0 if name == "BatchNorm" else 4
+        for precision, limit in zip(("float32", "bfloat16"), most, strict=True):
+            (forward, forward_ours), (backward, backward_ours) = counts[precision]
+            assert forward + backward <= limit, (name, counts)
+            assert forward_ours + backward_ours == ours, (name, counts)
+    assert len(counts) == 2
 
 
 # --------------------------------------------------------------------------------------------------------------------

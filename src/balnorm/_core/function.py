@@ -90,13 +90,15 @@ def balanced_conv(
         scale = scale.expand(setup.outputs)
     if running is not None and recomputing():
         running = None
+    operators = transformed and not options.equalise and backends.triton.has_operators(x, *tensors)
     with without_autocast(autocast):
         if differentiable:
-            # The scale is copied for the same reason; backends copy it themselves.
-            scale = None if scale is None else scale.detach().clone()
-            y, found = differentiable_conv(x, weight, bias, gain, scale, given, setup)
+            # The scale is copied for the same reason; backends and operators copy it themselves.
+            scale = scale if scale is None or operators else scale.detach().clone()
+            y, found = differentiable_conv(x, weight, bias, gain, scale, given, setup, operators)
             if running is not None:  # last, so that a refused call has not moved the averages
-                backend.track(running, found, options.momentum)
+                track = backends.triton.compiled_track if operators else backend.track
+                track(running, found, options.momentum)
         else:
             y = apply_function(_BalancedConv, x, weight, bias, gain, scale, given, running, setup, backend)
     if not geometry.kernel:
@@ -112,12 +114,19 @@ def differentiable_conv(
     scale: Tensor | None,
     given: Statistics | None,
     setup: Setup,
+    operators: bool = False,
 ) -> tuple[Tensor, Statistics]:
-    """A balanced convolution of ``x`` (N, C, *in) in differentiable operations, and the statistics that it used."""
+    """A balanced convolution of ``x`` (N, C, *in) in differentiable operations, and the statistics that it used.
+
+    ``operators`` says that the balance of the weight is to be one operation, of Triton's kernels.
+    """
     geometry, options = setup.geometry, setup.options
     found = given
     if found is None:
         found = method.statistics(x, setup.samples, geometry, setup.kind, centred=options.centred, among=setup.among)
+    if operators:
+        effective, offset = backends.triton.compiled_balance(weight, bias, gain, scale, found, setup, x.dtype)
+        return geometry.convolve(x, effective, offset), found
     gains = gain if scale is None else scale if gain is None else gain * scale
     effective, offset = method.balance(
         weight,

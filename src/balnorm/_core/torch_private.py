@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 __all__ = [
     "COLLECTIVES_HAVE_GRADIENTS",
     "apply_function",
+    "constant_when_compiled",
     "current_backward",
     "is_batched_gradient",
+    "is_compiled_for_training",
     "is_view",
     "is_watched",
     "is_weight_norm",
@@ -65,6 +67,24 @@ def is_watched() -> bool:
     There is no public way to ask.
     """
     return _dispatch_modes() > 0
+
+
+def is_compiled_for_training() -> bool:
+    """Whether ``torch.compile`` is at work, and no export or transform, which want operations of torch alone.
+
+    Transforms have no public test (as above), and ``is_exporting`` is missing in older versions.
+    """
+    return (
+        torch.compiler.is_dynamo_compiling()
+        and not getattr(torch.compiler, "is_exporting", lambda: True)()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``torch.compiler.assume_constant_result``, which imports the whole compiler to set this one attribute."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: object) -> Tensor:

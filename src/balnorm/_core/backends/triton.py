@@ -34,9 +34,19 @@ from balnorm._core.geometry import geometry_of
 from balnorm._core.matrix import WeightMatrix, same_order
 from balnorm._core.method import Statistics
 from balnorm._core.options import Options
-from balnorm._core.torch_private import is_watched
+from balnorm._core.torch_private import constant_when_compiled, is_compiled_for_training, is_watched
 
-__all__ = ["backward", "effective", "forward", "status", "takes", "track"]
+__all__ = [
+    "backward",
+    "compiled_balance",
+    "compiled_track",
+    "effective",
+    "forward",
+    "has_operators",
+    "status",
+    "takes",
+    "track",
+]
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
 """The last one is the counter's."""
@@ -194,7 +204,7 @@ def backward(
     if t.shape != (rows.outputs,) or (to is not None and to.shape != x.shape):
         raise RuntimeError(f"a balanced layer found an input of shape {tuple(x.shape)}: was a saved tensor replaced?")
     dw, dgain = torch.empty_like(values), values.new_empty(rows.outputs)
-    partial = values.new_empty(rows.groups * rows.blocks * (2 * rows.n + 1))
+    partial = values.new_empty(rows.partial)
     gradients = None if plan.statistics is None else values.new_empty(2, *rows.statistics)
     try:
         with _device(values):
@@ -222,11 +232,73 @@ track = torch_backend.track
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# Compiled programs
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def has_operators(*tensors: Tensor | None) -> bool:
+    """Whether ``torch.compile`` is at work, and the operators of ``triton_operators.py`` can take these tensors."""
+    first = tensors[0]
+    if first is None or not first.is_cuda or not is_compiled_for_training() or not fits(*tensors):
+        return False
+    return bool(_registered(first.get_device()))
+
+
+@constant_when_compiled
+def _registered(device: int) -> bool:
+    if not hasattr(torch.library, "triton_op") or is_watched():
+        return False
+    state = _states.get(device) or _start(device)
+    if state.works:
+        importlib.import_module("balnorm._core.backends.triton_operators")
+    return state.works
+
+
+def compiled_balance(
+    weight: Tensor,
+    bias: Tensor | None,
+    gain: Tensor | None,
+    scale: Tensor | None,
+    found: Statistics,
+    setup: Setup,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The effective weight and bias, differentiably, where :func:`has_operators`."""
+    matrix = WeightMatrix.of(weight, setup.geometry)
+    mean, mass = (each.to(matrix.values.dtype).contiguous() for each in found[:2])
+    kernels, effective_bias, _ = torch.ops.balnorm.balance(
+        matrix.values,
+        mean,
+        mass,
+        gain,
+        scale,
+        bias,
+        matrix.groups,
+        setup.kind == "position",
+        matrix.channels_last,
+        setup.options.one_pass,
+        setup.shift,
+        dtype,
+    )
+    return matrix.weight(kernels, weight), effective_bias
+
+
+def compiled_track(running: Running, found: Statistics, momentum: float | None) -> None:
+    """Move the averages in one launch, where :func:`has_operators`."""
+    order = None if running.batches is None else _order_of(running, found.mass, momentum)
+    if order is None:
+        torch_backend.track(running, found, momentum)
+        return
+    statistics = (each.detach().contiguous() for each in found[:2])
+    torch.ops.balnorm.track(*statistics, *running, *order, momentum or 0.0)
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # Shapes
 # --------------------------------------------------------------------------------------------------------------------
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """A weight's shape, and how its rows are divided among programs."""
 
     outputs: int
@@ -252,22 +324,27 @@ class _Rows(NamedTuple):
     warps_at_once: int
     acc: Any
 
+    @property
+    def partial(self) -> int:
+        """How many partial sums ``backward_rows`` leaves for the gradient of the statistics."""
+        return self.groups * self.blocks * (2 * self.n + 1)
+
     def statistics_in(self, saved: Tensor) -> Statistics:
         mean, mass = (saved[i * self.masses : (i + 1) * self.masses].view(self.statistics) for i in (0, 1))
         return Statistics(mean, mass)
 
 
-def _divide_rows(matrix: WeightMatrix, setup: Setup) -> _Rows:
+def divide_rows(kernels: Tensor, groups: int, position: bool) -> Rows:
     language = importlib.import_module("triton.language")
-    outputs, inputs, *kernel = matrix.values.shape
-    groups, taps, position = matrix.groups, math.prod(kernel), setup.kind == "position"
+    outputs, inputs, *kernel = kernels.shape
+    taps = math.prod(kernel)
     n, rows = inputs * taps, outputs // groups
-    statistics = setup.geometry.statistics_shape(groups * inputs, setup.kind)
+    statistics = (1, groups * inputs, *(kernel if position else (1,) * len(kernel)))
     masses = math.prod(statistics)
     # Few sizes, because each of them is compiled.
     at_once = 1 if rows == 1 else 4 if rows <= 128 else 16 if rows <= 512 else 64
     columns = 64 if n <= 64 else max(64, min(512, 2048 // at_once))
-    return _Rows(
+    return Rows(
         outputs=outputs,
         rows=rows,
         groups=groups,
@@ -286,8 +363,12 @@ def _divide_rows(matrix: WeightMatrix, setup: Setup) -> _Rows:
         blocks=-(-rows // at_once),
         columns=columns,
         warps_at_once=min(8, max(1, at_once * columns // 256)),
-        acc=language.float64 if matrix.values.dtype == torch.float64 else language.float32,
+        acc=language.float64 if kernels.dtype == torch.float64 else language.float32,
     )
+
+
+def _rows_of(matrix: WeightMatrix, setup: Setup) -> Rows:
+    return divide_rows(matrix.values, matrix.groups, setup.kind == "position")
 
 
 class _Samples(NamedTuple):
@@ -391,7 +472,7 @@ def _power(n: int) -> int:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-class _Launch:
+class Launch:
     """A launch with all its arguments but the tensors.
 
     Triton finds out anew at every call which of the compiled kernels fits the arguments, which takes most of a launch's
@@ -400,22 +481,22 @@ class _Launch:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: Sequence[float], warps: int, **constants: Any):
         names = [name for name in kernel.arg_names if name in constants]
-        self._kernel, self._grid, self._options = kernel, (*grid, 1, 1)[:3], {"num_warps": warps}
-        self._arguments = (*numbers, *(constants[name] for name in names))
+        self.kernel, self.grid, self.options = kernel, (*grid, 1, 1)[:3], {"num_warps": warps}
+        self.arguments = (*numbers, *(constants[name] for name in names))
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
         try:
             if not _direct:
-                run(self._kernel, self._grid, (*tensors, *self._arguments), self._options)
+                run(self.kernel, self.grid, (*tensors, *self.arguments), self.options)
                 return
             key = tuple([None if t is None else (t.dtype, t.data_ptr() & 15, t.get_device()) for t in tensors])
             compiled = self._compiled.get(key)
             if compiled is None:
-                compiled = run(self._kernel, self._grid, (*tensors, *self._arguments), self._options)
+                compiled = run(self.kernel, self.grid, (*tensors, *self.arguments), self.options)
                 self._compiled[key] = compiled
             else:
-                compiled[self._grid](*tensors, *self._arguments)
+                compiled[self.grid](*tensors, *self.arguments)
         except Exception as error:
             raise LaunchError(f"{type(error).__name__}: {error}") from error
 
@@ -428,7 +509,7 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options:
 class _Sums(NamedTuple):
     """The launches that take statistics. If there are two, the second one adds up the ``partial`` sums of the first."""
 
-    launches: tuple[_Launch, ...]
+    launches: tuple[Launch, ...]
     partial: int
 
     def __call__(self, x: Tensor, centre: Tensor | None, out: Tensor) -> Tensor:
@@ -442,26 +523,26 @@ class _Sums(NamedTuple):
 
 
 class _ForwardPlan(NamedTuple):
-    rows: _Rows
+    rows: Rows
     copies: bool
     """Whether the samples have to be copied, into an order that a kernel can read."""
     centre: _Sums | None
     sums: _Sums | None
     """``None`` if the statistics are given, or torch operations take them."""
-    balance: _Launch
+    balance: Launch
 
 
 class _EffectivePlan(NamedTuple):
-    rows: _Rows
-    scale: _Launch
+    rows: Rows
+    scale: Launch
 
 
 class _BackwardPlan(NamedTuple):
-    rows: _Rows
-    rows_of: _Launch
-    add: _Launch | None
+    rows: Rows
+    rows_of: Launch
+    add: Launch | None
     """Adds to dx what comes back through the statistics."""
-    statistics: _Launch | None
+    statistics: Launch | None
     """Computes the gradient of the statistics, where torch operations add to dx."""
 
 
@@ -476,35 +557,69 @@ def _plan_forward(
     order: tuple[int, int] | None,
     setup: Setup,
 ) -> _ForwardPlan:
-    kernels, rows = _kernels(), _divide_rows(matrix, setup)
+    rows = _rows_of(matrix, setup)
     copies, centre, sums = not _is_even(x), None, None
     if given is None and not _of_torch(setup):
         strides = torch.empty(x.shape, device="meta").stride() if copies else x.stride()
         sums = _plan_sums(_divide_samples(x, strides, setup, fold=True), rows, setup.options.centred)
         if setup.options.centred:
             centre = _plan_sums(_divide_samples(x, strides, setup, fold=True, of_centre=True), rows)
-    momentum = 0.0 if setup.options.momentum is None else float(setup.options.momentum)
-    high: float = struct.unpack("f", struct.pack("f", momentum))[0]  # Triton takes numbers in float32
-    balance = _Launch(
-        kernels.balance_rows,
-        (rows.outputs + (averages is not None),),
-        (
-            rows.outputs, rows.rows, rows.groups, rows.inputs, rows.taps, rows.masses, *(order or (0, 0)), high,
-            momentum - high,
-        ),
-        rows.warps, LAST=matrix.channels_last, POSITION=rows.position, ONE_PASS=setup.options.one_pass,
-        SHIFT=setup.shift, GROUPED=rows.groups > 1, HAS_GAIN=gain is not None, HAS_SCALE=scale is not None,
-        HAS_BIAS=bias is not None, GIVEN=sums is None, TRACK=averages is not None,
-        COUNTED=averages is not None and averages.batches is not None, ACC=rows.acc, BLOCK=rows.block,
+    balance = launch_balance(
+        rows, matrix.channels_last, setup.options.one_pass, setup.shift, gain is not None, scale is not None,
+        bias is not None, given=sums is None, averages=averages, order=order, momentum=setup.options.momentum,
     )  # fmt: skip
     return _ForwardPlan(rows, copies, centre, sums, balance)
 
 
-def _plan_sums(samples: _Samples, rows: _Rows, centred: bool = False) -> _Sums:
+def launch_balance(
+    rows: Rows,
+    channels_last: bool,
+    one_pass: bool,
+    shift: bool,
+    has_gain: bool,
+    has_scale: bool,
+    has_bias: bool,
+    given: bool,
+    averages: Running | None = None,
+    order: tuple[int, int] | None = None,
+    momentum: float | None = None,
+) -> Launch:
+    return Launch(
+        _kernels().balance_rows,
+        (rows.outputs + (averages is not None),),
+        (
+            rows.outputs, rows.rows, rows.groups, rows.inputs, rows.taps, rows.masses, *(order or (0, 0)),
+            *_in_two(momentum),
+        ),
+        rows.warps, LAST=channels_last, POSITION=rows.position, ONE_PASS=one_pass, SHIFT=shift, GROUPED=rows.groups > 1,
+        HAS_GAIN=has_gain, HAS_SCALE=has_scale, HAS_BIAS=has_bias, GIVEN=given, TRACK=averages is not None,
+        COUNTED=averages is not None and averages.batches is not None, ACC=rows.acc, BLOCK=rows.block,
+    )  # fmt: skip
+
+
+def launch_track(mass: Tensor, order: tuple[int, int], momentum: float) -> Launch:
+    """Move averages that have a counter, outside of ``balance_rows``."""
+    language = importlib.import_module("triton.language")
+    return Launch(
+        _kernels().track_statistics,
+        (1,),
+        (mass.numel(), math.prod(mass.shape[2:]), *order, *_in_two(momentum)),
+        4, ACC=language.float64 if mass.dtype == torch.float64 else language.float32, BLOCK=1024,
+    )  # fmt: skip
+
+
+def _in_two(momentum: float | None) -> tuple[float, float]:
+    """The momentum, and what of it float32 cannot hold: Triton takes numbers in that precision."""
+    momentum = 0.0 if momentum is None else float(momentum)
+    high: float = struct.unpack("f", struct.pack("f", momentum))[0]
+    return high, momentum - high
+
+
+def _plan_sums(samples: _Samples, rows: Rows, centred: bool = False) -> _Sums:
     kernels, chunks, channels = _kernels(), samples.grid[1], samples.sizes[2]
     taps = rows.taps if samples.by_tap else 1
     final = chunks * samples.folded * samples.repeat == 1
-    sums = _Launch(
+    sums = Launch(
         kernels.sum_samples,
         samples.grid,
         (*samples.sizes, samples.divisor, taps, samples.centres, *samples.geometry),
@@ -514,7 +629,7 @@ def _plan_sums(samples: _Samples, rows: _Rows, centred: bool = False) -> _Sums:
     if final:
         return _Sums((sums,), 0)
     columns = channels * taps // samples.folded
-    finish = _Launch(
+    finish = Launch(
         kernels.finish_statistics,
         (-(-columns // 32),),
         (chunks * samples.folded, columns, samples.divisor, samples.repeat),
@@ -524,8 +639,8 @@ def _plan_sums(samples: _Samples, rows: _Rows, centred: bool = False) -> _Sums:
 
 
 def _plan_effective(matrix: WeightMatrix, gain: Tensor | None, scale: Tensor | None, setup: Setup) -> _EffectivePlan:
-    rows = _divide_rows(matrix, setup)
-    launch = _Launch(
+    rows = _rows_of(matrix, setup)
+    launch = Launch(
         _kernels().scale_rows,
         (rows.outputs, -(-rows.n // rows.block)),
         (rows.outputs, rows.rows, rows.groups, rows.n, rows.masses),
@@ -537,36 +652,16 @@ def _plan_effective(matrix: WeightMatrix, gain: Tensor | None, scale: Tensor | N
 def _plan_backward(
     dx: Tensor | None, matrix: WeightMatrix, gain: Tensor | None, scale: Tensor | None, setup: Setup
 ) -> _BackwardPlan:
-    kernels, rows = _kernels(), _divide_rows(matrix, setup)
-    of_rows = _Launch(
-        kernels.backward_rows,
-        (rows.groups * rows.blocks,),
-        (rows.outputs, rows.rows, rows.blocks, rows.groups, rows.inputs, rows.taps, rows.masses),
-        rows.warps_at_once, LAST=matrix.channels_last, POSITION=rows.position, ONE_PASS=setup.options.one_pass,
-        SHIFT=setup.shift, HAS_GAIN=gain is not None, HAS_SCALE=scale is not None, ACC=rows.acc, ROWS=rows.at_once,
-        BLOCK=rows.columns,
-    )  # fmt: skip
+    kernels, rows = _kernels(), _rows_of(matrix, setup)
+    of_rows = launch_rows(
+        rows, matrix.channels_last, setup.options.one_pass, setup.shift, gain is not None, scale is not None
+    )
     if dx is None:
         return _BackwardPlan(rows, of_rows, None, None)
-    constants = {
-        "LAST": matrix.channels_last,
-        "SHIFT": setup.shift,
-        "GROUPED": rows.groups > 1,
-        "LONE": rows.inputs == 1 and not rows.position,
-        "ACC": rows.acc,
-        "BLOCK_B": _BLOCKS,
-    }
     if _of_torch(setup) or not _is_even(dx):
-        channels = rows.groups * rows.inputs
-        launch = _Launch(
-            kernels.statistics_gradient,
-            (-(-channels // 32),),
-            (channels, rows.blocks, rows.groups, rows.inputs, rows.taps, rows.masses),
-            4, POSITION=rows.position, BLOCK_C=32, **constants,
-        )  # fmt: skip
-        return _BackwardPlan(rows, of_rows, None, launch)
+        return _BackwardPlan(rows, of_rows, None, launch_statistics(rows, matrix.channels_last, setup.shift))
     samples = _divide_samples(dx, dx.stride(), setup)
-    launch = _Launch(
+    launch = Launch(
         kernels.add_to_samples,
         samples.grid,
         (
@@ -574,9 +669,44 @@ def _plan_backward(
             rows.masses, rows.stored,
         ),
         4, BY_TAP=samples.by_tap, FLAT=samples.flat, CENTRED=setup.options.centred, TRANSPOSED=samples.transposed,
-        BLOCK_P=samples.block_p, BLOCK_C=samples.block_c, UNROLL=_UNROLL, **constants,
+        BLOCK_P=samples.block_p, BLOCK_C=samples.block_c, UNROLL=_UNROLL,
+        **_of_statistics(rows, matrix.channels_last, setup.shift),
     )  # fmt: skip
     return _BackwardPlan(rows, of_rows, launch, None)
+
+
+def launch_rows(
+    rows: Rows, channels_last: bool, one_pass: bool, shift: bool, has_gain: bool, has_scale: bool
+) -> Launch:
+    return Launch(
+        _kernels().backward_rows,
+        (rows.groups * rows.blocks,),
+        (rows.outputs, rows.rows, rows.blocks, rows.groups, rows.inputs, rows.taps, rows.masses),
+        rows.warps_at_once, LAST=channels_last, POSITION=rows.position, ONE_PASS=one_pass, SHIFT=shift,
+        HAS_GAIN=has_gain, HAS_SCALE=has_scale, ACC=rows.acc, ROWS=rows.at_once, BLOCK=rows.columns,
+    )  # fmt: skip
+
+
+def launch_statistics(rows: Rows, channels_last: bool, shift: bool) -> Launch:
+    channels = rows.groups * rows.inputs
+    return Launch(
+        _kernels().statistics_gradient,
+        (-(-channels // 32),),
+        (channels, rows.blocks, rows.groups, rows.inputs, rows.taps, rows.masses),
+        4, POSITION=rows.position, BLOCK_C=32, **_of_statistics(rows, channels_last, shift),
+    )  # fmt: skip
+
+
+def _of_statistics(rows: Rows, channels_last: bool, shift: bool) -> dict[str, Any]:
+    """How the gradient of the statistics is summed from that of the rows."""
+    return {
+        "LAST": channels_last,
+        "SHIFT": shift,
+        "GROUPED": rows.groups > 1,
+        "LONE": rows.inputs == 1 and not rows.position,
+        "ACC": rows.acc,
+        "BLOCK_B": _BLOCKS,
+    }
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -622,7 +752,7 @@ def _order_of(running: Running, values: Tensor, momentum: float | None) -> tuple
     return None  # a part of a larger tensor
 
 
-def _undo(averages: Running, saved: Tensor, rows: _Rows) -> Callable[[], None]:
+def _undo(averages: Running, saved: Tensor, rows: Rows) -> Callable[[], None]:
     """Put the moving averages back to what they were before ``balance_rows``."""
 
     def undo() -> None:
@@ -640,7 +770,7 @@ def _is_of_torch(saved: Sequence[Tensor]) -> bool:
     return len(saved) > 2
 
 
-def _as_of_torch(matrix: WeightMatrix, saved: Sequence[Tensor], rows: _Rows, setup: Setup) -> Sequence[Tensor]:
+def _as_of_torch(matrix: WeightMatrix, saved: Sequence[Tensor], rows: Rows, setup: Setup) -> Sequence[Tensor]:
     """What the torch backend would have saved."""
     found = rows.statistics_in(saved[0])
     given = found._replace(centre=saved[1] if len(saved) > 1 else None)

@@ -1,4 +1,4 @@
-"""The closed form as seven Triton kernels: sums of samples, balance of rows, and the gradients of both.
+"""The closed form as Triton kernels: sums of samples, balance of rows, moving averages, and the gradients.
 
 The symbols are those of ``method.py``. A weight is a matrix with a row for each output kernel; a row holds taps x
 inputs (LAST, the order of channels_last) or inputs x taps. Statistics are always inputs x taps, with one tap if all
@@ -32,6 +32,7 @@ __all__ = [
     "scale_rows",
     "statistics_gradient",
     "sum_samples",
+    "track_statistics",
 ]
 
 FLOOR: tl.constexpr = tl.constexpr(method.FLOOR)
@@ -314,6 +315,18 @@ def _track(
         _mix(running_mean + where, mean + j, before + j, inside, rate, finite, KEPT, ACC)
         _mix(running_mass + where, mass + j, before + masses + j, inside, rate, finite, KEPT, ACC)
     tl.store(before + 2 * masses, finite.to(ACC))
+
+
+@triton.jit(do_not_specialize=["masses", "stored", "by_input", "by_tap", "momentum", "momentum_rest"])
+def track_statistics(
+    mean, mass, running_mean, running_mass, batches, before, masses, stored, by_input, by_tap, momentum, momentum_rest,
+    ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The moving averages alone, with a counter."""
+    _track(
+        mean, mass, running_mean, running_mass, batches, before, masses, stored, by_input, by_tap, momentum,
+        momentum_rest, True, ACC, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
