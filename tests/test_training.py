@@ -1016,6 +1016,6 @@ def test_data_commands(tmp_path, capsys):
 
 def test_without_the_extra_the_command_says_what_to_install():
     program = "import sys; sys.modules['tyro'] = None; from balnorm_command import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program, "data", "list"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "balnorm: the command line needs tyro: pip install '.[bench]' in a clone of the repository\n"
