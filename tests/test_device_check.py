@@ -267,8 +267,10 @@ def test_without_a_gpu_a_sentence_says_so(cuda, count, device, answer, monkeypat
 
 
 @pytest.mark.slow
-def test_a_cpu_is_checked(tmp_path, capsys):
-    """All parts, in their own processes."""
+def test_a_cpu_is_checked(tmp_path, capsys, monkeypatch):
+    """All kinds of parts, in their own processes, with the network that takes the least time to compile."""
+    unet = device_check.networks(small=True)["3D U-Net"]
+    monkeypatch.setattr(device_check, "networks", lambda small: {"3D U-Net": unet})
     out = tmp_path / "report.md"
     assert main(["bench", "--check", "--device", "cpu", "--rounds", "2", "--out", str(out)]) == 0, capsys.readouterr()
     text = out.read_text()
@@ -279,5 +281,5 @@ def test_a_cpu_is_checked(tmp_path, capsys):
         "Agreement: torch.compile",
         *(f"{name}, float32, compiled" for name in device_check.networks(small=True)),
     ]
-    assert len(re.findall(r"^\| balnorm \| \d", text, re.MULTILINE)) == 6
+    assert len(re.findall(r"^\| balnorm \| \d", text, re.MULTILINE)) == 2
     assert "**" not in text
