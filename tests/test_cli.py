@@ -299,7 +299,7 @@ def test_a_model_of_ones_own_is_folded(own, kind, capsys):
             2,
             "a .onnx file needs an input: give its shape, as --shape 8,3,224,224",
         ),
-        ("fold own_net.py:balanced --weights whole.pt --out x.pt", 1, "whole.pt was not loaded, because it holds some"),
+        ("fold own_net.py:balanced --weights whole.pt --out x.pt", 1, "whole.pt is damaged, or holds something other"),
         ("fold own_net.py:balanced --weights other.pt --out x.pt", 1, "other.pt does not fit the model: Error(s) in"),
         ("fold own_net.py:balanced --weights no.pt --out x.pt", 1, "no.pt: No such file or directory"),
         ("fold own_net.py:nothing --out x.pt", 2, "own_net.py has no function 'nothing'; it has plain, balanced, Two"),
