@@ -100,8 +100,8 @@ def load_state(model: nn.Module, path: Path) -> None:
         raise Failure(sentence(error)) from error
     except Exception as error:  # a prepared file can make the unpickler raise anything
         raise Failure(
-            f"{path} is damaged, or holds something other than tensors, which could run any code: give a state dict, saved "
-            "as torch.save(model.state_dict(), path)"
+            f"{path} is damaged, or holds something other than tensors, which could run any code: give a state "
+            "dict, saved as torch.save(model.state_dict(), path)"
         ) from error
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
